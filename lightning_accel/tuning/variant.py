@@ -206,9 +206,9 @@ class Variant:
                 raise self._failure()
             if now > since + self.stall_timeout * patience:
                 self._kill()
-                raise TrialError(f"hangs: no step for {self.stall_timeout * patience:.0f} s")
+                raise TrialError(f"hangs: no step for {self.stall_timeout * patience:.0f} s{self._last_output()}")
             if now > deadline:
-                raise NotReadyError("not ready within its share of the budget")
+                raise NotReadyError(f"not ready within its share of the budget{self._last_output()}")
             time.sleep(_POLL)
         return steps
 
@@ -231,9 +231,9 @@ class Variant:
         return TrialError(f"ended with status {status}{self._last_output()}")
 
     def _last_output(self) -> str:
-        """Return the last line that it has written, after a colon."""
+        """Return the last line that it has written, as the end of a message."""
         lines = (self.folder / "output.txt").read_text(errors="replace").split("\n")
-        return next((f": {line.strip()[:300]}" for line in reversed(lines) if line.strip()), "")
+        return next((f"; its last output: {line.strip()[:300]}" for line in reversed(lines) if line.strip()), "")
 
     def _kill(self) -> None:
         assert self._process is not None

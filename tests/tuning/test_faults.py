@@ -3,9 +3,11 @@
 import errno
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import contextmanager, suppress
 from copy import copy
@@ -198,9 +200,8 @@ def processes_in(folder):
 )
 def test_no_process_and_no_folder_stays_behind(tmp_path, number, line):
     """A terminal sends SIGINT to all processes of the group."""
-    folder, temporary = tmp_path / "run", tmp_path / "temporary"
+    folder, temporary = tmp_path / "run", Path(tempfile.mkdtemp())  # tmp_path may be too long for names of sockets
     folder.mkdir()
-    temporary.mkdir()
     (folder / "run.yaml").write_text(CONFIG)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(temporary)}
     command = [sys.executable, "-m", "lightning_accel", "tune", "--config", "run.yaml"]
@@ -222,6 +223,7 @@ def test_no_process_and_no_folder_stays_behind(tmp_path, number, line):
         assert time.monotonic() < end, left
         time.sleep(0.05)
     assert number == signal.SIGKILL or not list(temporary.glob("pymp-*"))
+    shutil.rmtree(temporary)
 
 
 class Quiet(Variant):
@@ -243,7 +245,7 @@ def test_a_run_that_ends_its_process_has_too_few_steps(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("status", "kind", "reason"),
     [
-        (3, TrialError, "^ended with status 3: the last line$"),
+        (3, TrialError, "^ended with status 3; its last output: the last line$"),
         (NO_ROOM, DiskFullError, "^no room for the files of a trial in "),
     ],
 )
@@ -261,11 +263,12 @@ def test_a_variant_that_is_late_is_frozen_and_one_that_hangs_is_ended(tmp_path, 
     variant.start()
     variant._process.poll = lambda: None
     monkeypatch.setattr(variant, "_send", sent.append)
-    with pytest.raises(TrialError, match="not ready"):
+    (tmp_path / "output.txt").write_text("OSError: AF_UNIX path too long\n")  # of a worker, for whose batch a run waits
+    with pytest.raises(TrialError, match=r"not ready .*; its last output: OSError: AF_UNIX path too long$"):
         variant.run_for(1.0, deadline=0.0)
     assert sent == [signal.SIGCONT, signal.SIGSTOP]
     variant.stall_timeout = 0.0
-    with pytest.raises(TrialError, match="hangs"):
+    with pytest.raises(TrialError, match=r"^hangs: .*; its last output: OSError"):
         variant.run_for(1.0, deadline=time.monotonic() + 99)
     assert signal.SIGKILL in sent
 

@@ -89,7 +89,7 @@ def group_is(variant, states, seconds=120):
         (foreign_run.exits, "^SystemExit"),
         (foreign_run.leaves_without_a_word, "^ended with status 0"),
         (foreign_run.is_interrupted, "^(SystemExit|KeyboardInterrupt)"),
-        (foreign_run.leaves_a_child, "^ended with status 7: a line of a trial that prints a lot"),
+        (foreign_run.leaves_a_child, "^ended with status 7; its last output: a line of a trial that prints a lot"),
         (foreign_run.takes_more_than_its_limit, "^out of memory: "),
         (foreign_run.hangs, "^hangs: no step for 20 s"),
         (foreign_run.returns_nothing, r"returns_nothing must return \(trainer, module, data\); got NoneType"),
