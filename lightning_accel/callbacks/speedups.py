@@ -21,6 +21,7 @@ from lightning_accel.ops.bernoulli import replace_bernoulli, restore_bernoulli
 from lightning_accel.strategies.sharding.blocks import find_blocks
 
 CompileScope = Literal["children", "blocks"]
+CompileMode = Literal["reduce-overhead", "max-autotune"]
 AttentionBackend = Literal["math", "efficient", "cudnn"]
 _BACKENDS = {
     "math": SDPBackend.MATH,
@@ -59,6 +60,8 @@ class Speedups(L.Callback):
         attention: compute scaled_dot_product_attention by this backend of torch, or by ``math`` where it cannot. On the
             CPU, ``math`` trains sequences of up to about 128 faster in bfloat16 than torch's choice, which is flash.
         compile: compile the ``children`` of the LightningModule, or its repeated ``blocks``, with torch.compile.
+        compile_mode: of torch.compile: ``reduce-overhead`` starts the kernels of a GPU as one graph, and
+            ``max-autotune`` also measures several kernels for each matrix product, which takes long.
         matmul_precision: of float32 matrix products: ``high`` (TF32 on CUDA) or ``medium`` (also bfloat16 on the CPU).
         keep_freed_memory: keep memory that tensors on the CPU free, in place of returning it to the operating system,
             which clears each page before it is used again. It needs glibc, and lasts until the process ends.
@@ -82,6 +85,7 @@ class Speedups(L.Callback):
         channels_last: bool = False,
         attention: AttentionBackend | None = None,
         compile: CompileScope | None = None,  # the name of torch.compile
+        compile_mode: CompileMode | None = None,
         matmul_precision: Literal["high", "medium"] | None = None,
         keep_freed_memory: bool = False,
         native_dropout: bool = False,
@@ -100,7 +104,11 @@ class Speedups(L.Callback):
         if attention not in (None, *_BACKENDS):
             raise ValueError(f"attention must be one of {', '.join(_BACKENDS)}; got {attention!r}")
         self.attention = attention
+        if compile_mode is not None and (compile is None or native_dropout):
+            reason = "compile, which says what is compiled" if compile is None else "native_dropout=False, as on a GPU"
+            raise ValueError(f"compile_mode={compile_mode!r} needs {reason}")
         self.compile = compile
+        self.compile_mode = compile_mode
         self.matmul_precision = matmul_precision
         self.keep_freed_memory = keep_freed_memory
         self.native_dropout = native_dropout
@@ -178,7 +186,8 @@ class Speedups(L.Callback):
         modules = blocks_of(module) if self.compile == "blocks" else called_children(module)
         if not modules:
             warnings.warn(f"compile={self.compile!r} finds no module to compile", stacklevel=2)
-        _compile([one for one in modules if compiled_call(one) is None], draw_as_eager=self.native_dropout)
+        options = {"fallback_random": True} if self.native_dropout else None
+        _compile([one for one in modules if compiled_call(one) is None], mode=self.compile_mode, options=options)
 
     def _set_up_loaders(self, trainer: L.Trainer) -> None:
         """Change each loader just before its first iterator, whoever has made it, and whatever Lightning made of it."""
@@ -230,15 +239,16 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
     return [block for block in find_blocks(module) if any(True for _ in block.children())]
 
 
-def _compile(modules: Sequence[nn.Module], draw_as_eager: bool) -> None:
-    """Compile modules in place, those of torch.nn, too, whose frames torch.compile leaves out unless it wraps them.
+def _compile(modules: Sequence[nn.Module], **arguments: Any) -> None:
+    """Compile modules in place, by arguments of torch.compile.
 
-    Wrapped modules share one cache, which has to have room for all of them (github.com/pytorch/pytorch/issues/124269).
+    It leaves out frames of torch.nn unless it wraps them. Wrapped modules share one cache, which has to have room for
+    all of them (github.com/pytorch/pytorch/issues/124269).
     """
     allow_recompilations(8 + len(modules))
     for module in modules:
         with wrapped_frames() if type(module).__module__.startswith("torch.") else nullcontext():
-            module.compile(options={"fallback_random": True} if draw_as_eager else None)
+            module.compile(**arguments)
 
 
 def has_fused_step(optimizer: torch.optim.Optimizer) -> bool:

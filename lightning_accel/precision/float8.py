@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from lightning_accel.ops.names import find_excluded, list_of_names
 
 _CAPABILITY = (8, 9)  # Ada and Hopper are the first with float8 tensor cores
+_NO_TORCHAO = "Float8Precision needs torchao, which is not installed: pip install torchao"
 _HEADS_AND_GATES = "head", "lm_head", "gate", "router"
 _MULTIPLE = 16  # float8 matrix products need both sizes of a weight to be multiples of this
 
@@ -37,15 +38,14 @@ class Float8Precision(MixedPrecision):
 
     def __init__(self, exclude: Sequence[str | type[nn.Module]] | None = None) -> None:
         if find_spec("torchao") is None:
-            raise ModuleNotFoundError(
-                "Float8Precision needs torchao, which is not installed: pip install torchao, or use AmpPrecision()"
-            )
+            raise ModuleNotFoundError(f"{_NO_TORCHAO}, or use AmpPrecision()")
         super().__init__("bf16-mixed", "cuda")
         self.exclude = None if exclude is None else tuple(list_of_names(exclude))
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         assert isinstance(module, pl.LightningModule)
-        _require_float8(module.trainer.strategy.root_device)
+        if reason := why_not_float8(module.trainer.strategy.root_device):
+            raise ValueError(f"{reason}. Use AmpPrecision(), which takes what the device computes in")
         return self._convert(module)
 
     def _convert(self, module: nn.Module) -> nn.Module:
@@ -83,14 +83,15 @@ def _qualifies(layer: nn.Module) -> bool:
     return type(layer) is nn.Linear and layer.in_features % _MULTIPLE == 0 and layer.out_features % _MULTIPLE == 0
 
 
-def _require_float8(device: torch.device) -> None:
+def why_not_float8(device: torch.device) -> str:
+    """Return why a device does not train in float8, or nothing if it does."""
+    if find_spec("torchao") is None:
+        return _NO_TORCHAO
     if device.type != "cuda":
         found = f"a {device.type} device"
     elif (capability := torch.cuda.get_device_capability(device)) < _CAPABILITY:
         found = f"{torch.cuda.get_device_name(device)}, which has {capability[0]}.{capability[1]}"
     else:
-        return
-    raise ValueError(
-        f"Float8Precision needs a CUDA device of compute capability {_CAPABILITY[0]}.{_CAPABILITY[1]} or more; got "
-        f"{found}. Use AmpPrecision(), which takes what the device computes in"
-    )
+        return ""
+    needed = f"{_CAPABILITY[0]}.{_CAPABILITY[1]}"
+    return f"Float8Precision needs a CUDA device of compute capability {needed} or more; got {found}"

@@ -1,7 +1,7 @@
 """Changes that may make a run faster, as far as facts about the run admit them."""
 
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -9,6 +9,10 @@ from lightning_accel.ops.bernoulli import missing_kernel
 from lightning_accel.tuning.project import Changes
 
 Kind = Literal["equal", "exact", "random", "rounding", "learned"]
+_BFLOAT16 = {
+    "precision=bf16-mixed": Changes(trainer={"precision": "bf16-mixed"}),
+    "Bfloat16Precision": Changes(precision={"Bfloat16Precision": {}}),
+}
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ def factors_for(facts: Mapping[str, Any], wait_share: float) -> Iterator[Factor 
     yield from _loaders(facts, wait_share, is_cuda)
     if facts["world_size"] > 1:
         yield from _ddp(facts)
+        if is_cuda:
+            yield from strategies(facts)
     yield from device_settings(facts, is_cuda)
     if not is_cuda:
         yield _dropout(facts)
@@ -102,7 +108,10 @@ def precisions(facts: Mapping[str, Any], is_cuda: bool) -> Iterator[Factor | Ref
     elif facts["bfloat16_units"]:
         yield speedup("matmul_precision=medium", "precision", "rounding", matmul_precision="medium")
     if facts["bfloat16_units"]:
-        yield Factor("precision=bf16-mixed", "precision", "rounding", Changes(trainer={"precision": "bf16-mixed"}))
+        for name, changes in _BFLOAT16.items():
+            # with attention on the CPU, its backend decides, so that both are tried together alone
+            if name == "precision=bf16-mixed" or is_cuda or not facts["has_attention"]:
+                yield Factor(name, "precision", "rounding", changes)
     else:
         yield Refusal("precision=bf16-mixed", "the processor has no bfloat16 units")
     if is_cuda:
@@ -119,16 +128,45 @@ def attention(facts: Mapping[str, Any], is_cuda: bool) -> Iterator[Factor | Refu
     elif "bf16" in facts["precision"]:
         yield speedup("attention=math", "attention", "exact", attention="math")
     elif facts["precision"] == "32-true" and facts["bfloat16_units"]:
-        changes = Changes(trainer={"precision": "bf16-mixed"}, speedups={"attention": "math"})
-        yield Factor("precision=bf16-mixed with attention=math", "precision", "rounding", changes)
+        math = Changes(speedups={"attention": "math"})
+        for name, changes in _BFLOAT16.items():
+            yield Factor(f"{name} with attention=math", "precision", "rounding", changes | math)
     else:
         yield Refusal("attention", "on the CPU, torch's own choice is the faster one without bfloat16")
 
 
+def strategies(facts: Mapping[str, Any]) -> Iterator[Factor]:
+    """Yield whole parameters on each rank in place of shards, or shards in place of whole ones."""
+    other = {"ddp": "accel_fsdp2", "sharded": "ddp"}.get(facts["strategy"])
+    if other:
+        yield Factor(f"strategy={other}", "strategy", "exact", Changes(trainer={"strategy": other}))
+
+
+def float8_for(facts: Mapping[str, Any], allow: Sequence[str]) -> Iterator[Factor | Refusal]:
+    """Yield compiled linear layers in float8 where they are allowed, or why not; nothing if they are not possible.
+
+    Args:
+        facts: see :func:`lightning_accel.tuning.recorder.facts_of`.
+        allow: names among :data:`lightning_accel.tuning.choices.ALLOWABLE`.
+    """
+    name = "float8"
+    if facts["not_float8"]:
+        if name in allow:
+            yield Refusal(name, facts["not_float8"])
+    elif name in allow:
+        changes = Changes(precision={"Float8Precision": {}}, speedups={"compile": "children"})
+        yield Factor(f"{name} with compile=children", "precision", "rounding", changes)
+    else:
+        yield Refusal(name, f"numbers have three or four digits in base 2: allow it by name with --allow {name}")
+
+
 def compilations(facts: Mapping[str, Any]) -> Iterator[Factor | Refusal]:
-    """Yield what can be compiled."""
+    """Yield what can be compiled; on CUDA in graphs, too, which start without the CPU."""
     if facts["num_children"]:
         yield speedup("compile=children", "compile", "exact", compile="children")
+        for mode in ("reduce-overhead", "max-autotune") if facts["device"] == "cuda" else ():
+            name = f"compile=children, compile_mode={mode}"
+            yield speedup(name, "compile", "exact", compile="children", compile_mode=mode)
     else:
         yield Refusal("compile=children", "the module has no submodule with parameters")
     if facts["num_blocks"] > 1:

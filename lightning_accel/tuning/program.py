@@ -36,10 +36,11 @@ def tune(
     changes allowed, as long as configs, imported code, packages and the machine are the same; data are not looked at.
 
     Where the goal is ``memory``, the variant is looked for that needs the least of those that are at least 0.7 times as
-    fast: micro-batches within a step, recomputed activations, fewer digits, compiled layers, fewer workers. Memory is
-    what training adds to what its processes hold when it begins (gradients, states of optimizers, activations, batches,
-    what workers hold alone), or on CUDA the peak of what tensors take; weights and libraries are left out on the CPU.
-    It is proven by several processes of each, with a 95 % interval.
+    fast: micro-batches within a step, recomputed activations, fewer digits, compiled layers, fewer workers, and on
+    several processes FSDP2 in place of DDP. Memory is what training adds to what its processes hold when it begins
+    (gradients, states of optimizers, activations, batches, what workers hold alone), or on CUDA the peak of what
+    tensors take; weights and libraries are left out on the CPU. It is proven by several processes of each, with a 95 %
+    interval.
 
     Where the goal is ``latency``, it is the time that one sample takes through the model after training: through
     ``predict`` where the data (or the module) has a ``predict_dataloader``, otherwise through ``validate``. Batches are
@@ -58,14 +59,16 @@ def tune(
     Args:
         config: a config file, arguments of ``lightning-accel fit``, or a function at the top level of a file that
             returns (trainer, module, data), with options for the Trainer as keyword arguments: ``def
-            make(**trainer_options)``. Data is a LightningDataModule, a DataLoader of training data, or None.
+            make(**trainer_options)``. Data is a LightningDataModule, a DataLoader of training data, or None. Options may
+            have ``plugins``, which a function with plug-ins of its own adds to these.
         budget: seconds for everything, or minutes as in ``10m``.
         output: folder.
         goal: ``speed``, ``memory`` or ``latency``.
         allow: changes of what is learned to try as well: ``batch_size`` for batches of 2, 4 and 8 times the samples, at
             a learning rate that goes with them, and ``length_bucketed`` for batches of samples of similar length (both
             by :class:`lightning_accel.callbacks.Batching`). Speed is that of samples, and losses have to be equivalent
-            over seeds after as many samples.
+            over seeds after as many samples. ``float8`` trains linear layers in float8, by
+            :class:`lightning_accel.precision.Float8Precision`, compiled.
 
     Raises:
         NotWrittenError: if the disk of the folder is full, or may not be written; once there is room, the search goes

@@ -13,6 +13,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import EarlyStopping, ProgressBar
 
+from lightning_accel import precision
 from lightning_accel.callbacks.batching import Batching
 from lightning_accel.callbacks.ddp_settings import DDPSettings
 from lightning_accel.callbacks.memory_savings import MemorySavings
@@ -31,6 +32,7 @@ class Changes:
         savings: arguments of :class:`lightning_accel.callbacks.MemorySavings`.
         ddp: arguments of :class:`lightning_accel.callbacks.DDPSettings`.
         batching: arguments of :class:`lightning_accel.callbacks.Batching`.
+        precision: class of :mod:`lightning_accel.precision` that is the Trainer's plug-in, and its arguments.
     """
 
     trainer: dict[str, Any] = field(default_factory=dict)
@@ -38,6 +40,7 @@ class Changes:
     savings: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
     batching: dict[str, Any] = field(default_factory=dict)
+    precision: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __or__(self, other: "Changes") -> "Changes":
         return Changes(
@@ -46,7 +49,13 @@ class Changes:
             self.savings | other.savings,
             self.ddp | other.ddp,
             self.batching | other.batching,
+            self.precision | other.precision,
         )
+
+    def trainer_options(self) -> dict[str, Any]:
+        """Return arguments of the Trainer, which takes a plug-in in place of ``precision``."""
+        plugins = [getattr(precision, name)(**arguments) for name, arguments in self.precision.items()]
+        return self.trainer | ({"precision": None, "plugins": plugins} if plugins else {})
 
     def callbacks(self) -> list[L.Callback]:
         """Return the callbacks that apply what is no argument of the Trainer."""
@@ -54,11 +63,16 @@ class Changes:
 
     def config(self) -> dict[str, Any]:
         """Return the overlay of a config that makes the changes."""
-        appended = [
+        callbacks = [
             {"class_path": f"lightning_accel.callbacks.{kind.__name__}", "init_args": arguments}
             for kind, arguments in self._given()
         ]
-        return {"trainer": self.trainer | ({"callbacks+": appended} if appended else {})}
+        plugins = [
+            {"class_path": f"lightning_accel.precision.{name}", "init_args": arguments}
+            for name, arguments in self.precision.items()
+        ]
+        appended = {"callbacks+": callbacks} if callbacks else {}
+        return {"trainer": self.trainer | ({"precision": None, "plugins+": plugins} if plugins else {}) | appended}
 
     def _given(self) -> list[tuple[type[L.Callback], dict[str, Any]]]:
         kinds: list[tuple[type[L.Callback], dict[str, Any]]] = [
@@ -119,7 +133,7 @@ def fit_made(
         TypeError: if it does not return a Trainer, a LightningModule and data.
     """
     L.seed_everything(seed, workers=True, verbose=False)
-    made = find_function(make)(**changes.trainer)
+    made = find_function(make)(**changes.trainer_options())
     if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], L.Trainer)):
         raise TypeError(f"{make.rpartition(':')[2]} must return (trainer, module, data); got {type(made).__name__}")
     trainer, module, data = made

@@ -7,7 +7,7 @@ from typing import IO, Any
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
@@ -20,7 +20,8 @@ from lightning_accel.data.batched_fetch import why_by_sample
 from lightning_accel.measure import PeakMemory, batch_size_of
 from lightning_accel.measure.machine import Machine, describe_machine
 from lightning_accel.nn.recurrent.fused import is_fusible
-from lightning_accel.strategies import AccelDDPStrategy, find_blocks
+from lightning_accel.precision.float8 import why_not_float8
+from lightning_accel.strategies import AccelDDPStrategy, FullyShardedStrategy, find_blocks
 from lightning_accel.strategies.checkpoints.atomic import write_atomically
 from lightning_accel.tuning.identity import imported_code
 from lightning_accel.tuning.learning import larger_batches_of, why_not_bucketed_of
@@ -161,6 +162,7 @@ def facts_of(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> dict[
         "fusible_optimizers": [type(one).__name__ for one in trainer.optimizers if has_fused_step(one)],
         "larger_batches": larger_batches_of(trainer, sources),
         "not_bucketed": why_not_bucketed_of(sources),
+        "not_float8": why_not_float8(trainer.strategy.root_device),
         "fused": any(one.defaults.get("fused") for one in trainer.optimizers),
         "loaders": [
             {
@@ -199,9 +201,11 @@ def _has_bfloat16_units(machine: Machine, device: torch.device) -> bool:
 
 
 def _kind_of(strategy: Strategy) -> str:
-    """Return ``single``, ``ddp``, or ``other``, which splits parameters or batches itself."""
+    """Return ``single``, ``ddp``, ``sharded`` of FSDP, or ``other``, which splits parameters or batches itself."""
     if isinstance(strategy, SingleDeviceStrategy):
         return "single"
+    if isinstance(strategy, FullyShardedStrategy | FSDPStrategy):
+        return "sharded"
     return "ddp" if is_ddp(strategy) else "other"
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from lightning_accel.tuning.comparison import Ratio, ratio_of
-from lightning_accel.tuning.factors import Factor, Kind, Refusal, compilations, precisions
+from lightning_accel.tuning.factors import Factor, Kind, Refusal, compilations, precisions, strategies
 from lightning_accel.tuning.project import Changes
 from lightning_accel.tuning.variant import Variant
 
@@ -19,6 +19,7 @@ def savings_for(facts: Mapping[str, Any]) -> Iterator[Factor | Refusal]:
     """
     yield from _micro_batches(facts)
     yield _checkpointing(facts)
+    yield from strategies(facts) if facts["strategy"] == "ddp" and facts["world_size"] > 1 else ()
     yield from precisions(facts, facts["device"] == "cuda")
     yield from compilations(facts)
     workers = max((loader["num_workers"] for loader in facts["loaders"]), default=0)

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_accel.tuning.choices import Goal
 from lightning_accel.tuning.comparison import compare, steps_per_second
-from lightning_accel.tuning.factors import Factor, Refusal, factors_for
+from lightning_accel.tuning.factors import Factor, Refusal, factors_for, float8_for
 from lightning_accel.tuning.identity import distributions_of, require_same, state_of
 from lightning_accel.tuning.journal import Journal
 from lightning_accel.tuning.latencies import Latency, LatencyRate, latency_factors_for
@@ -423,7 +423,7 @@ def _candidates(goal: Goal, baseline: Mapping[str, Any], allow: Sequence[str]) -
         return savings_for(facts)
     if goal == "latency":
         return latency_factors_for(facts)
-    return chain(learning_changes_for(facts, allow), factors_for(facts, baseline["waited"]))
+    return chain(learning_changes_for(facts, allow), factors_for(facts, baseline["waited"]), float8_for(facts, allow))
 
 
 def _names(factors: Iterable[Factor]) -> str:

@@ -55,15 +55,14 @@ def overlay(outcome: Outcome, command: str, date: str) -> str:
         for name in (name for part in vars(factor.changes).values() for name in part):
             gains[name] = f"{gain}, {date}"
     changes = outcome.changes
-    if changes.speedups:
-        changes.speedups["measured_on"] = machine_name()
+    changes.speedups["measured_on"] = machine_name()  # also where nothing else is a speedup
     lines = [
         f"# {command}",
         f"# {claim(outcome)}, against the run as it was,",
         f"# {date}, {machine_name()}",
     ]
     for line in yaml.safe_dump(changes.config(), sort_keys=False).splitlines():
-        comment = gains.get(line.strip().partition(":")[0])
+        comment = gains.get(line.strip().partition(":")[0]) or gains.get(line.rpartition(".")[2])
         lines.append(f"{line}  # {comment}" if comment else line)
     return "\n".join(lines) + "\n"
 

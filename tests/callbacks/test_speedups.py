@@ -196,6 +196,14 @@ def test_compiled_modules_train_alike_and_keep_their_names(compiler, scope):
     assert graphs["unique_graphs"] > before
 
 
+def test_a_mode_reaches_torch_compile(monkeypatch):
+    asked = []
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **arguments: asked.append(arguments["mode"]))
+    fit(compile="blocks", compile_mode="reduce-overhead")
+    fit(compile="children")
+    assert asked == ["reduce-overhead"] * 2 + [None] * 2
+
+
 class Encoder(Net):
     """torch's own layers, whose attention drops weights; fail at step ``fail_at``, or fit another before step 0."""
 
@@ -279,6 +287,11 @@ def test_another_machine_is_warned_of():
         ({"threads": 0}, "threads must be at least 1; got 0"),
         ({"attention": "flash"}, "attention must be one of math, efficient, cudnn; got 'flash'"),
         ({"num_workers": -1}, "num_workers must be at least 0; got -1"),
+        ({"compile_mode": "max-autotune"}, "compile_mode='max-autotune' needs compile"),
+        (
+            {"compile": "blocks", "compile_mode": "max-autotune", "native_dropout": True},
+            "compile_mode='max-autotune' needs native_dropout=False",
+        ),
     ],
 )
 def test_rejects(options, message):

@@ -91,13 +91,14 @@ def tried(**facts):
 def test_factors_are_those_of_a_model_in_use():
     everything = tried()
     exact = ["threads=1", "keep_freed_memory", "channels_last"]
-    digits = ["matmul_precision=medium", "precision=bf16-mixed"]
+    digits = ["matmul_precision=medium", "precision=bf16-mixed", "Bfloat16Precision"]
     assert everything == [*exact, *digits, "compile=children", "compile=blocks"]
     assert set(everything) - set(tried(bfloat16_units=False)) == set(digits)
     assert set(everything) - set(tried(num_conv2d=0)) == {"channels_last"}
     assert set(tried(has_attention=True)) - set(everything) == {
         "attention=math",
         "precision=bf16-mixed with attention=math",
+        "Bfloat16Precision with attention=math",
     }
     assert set(tried(has_attention=True, bfloat16_units=False)) - set(everything) == {"attention=math"}
     assert {"benchmark", "precision=16-mixed", "attention=cudnn"} < set(tried(device="cuda", has_attention=True))

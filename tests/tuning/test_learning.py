@@ -39,7 +39,8 @@ def test_they_are_tried_only_if_they_are_allowed(world, tmp_path):
     assert names(outcome) == ["batch_size"]
     assert not [one for one in outcome.refused if one.name.startswith("batch_size")]
     overlay = write_outcome(outcome, tmp_path, "a test", "2030-01-02")[0].read_text()
-    (callback,) = yaml.safe_load(overlay)["trainer"]["callbacks+"]
+    origin, callback = yaml.safe_load(overlay)["trainer"]["callbacks+"]
+    assert list(origin["init_args"]) == ["measured_on"]  # another machine is warned of these, too
     assert callback == {"class_path": "lightning_accel.callbacks.Batching", "init_args": {"batch_size_factor": 8}}
     assert "batch_size_factor: 8  # alone 1.60 " in overlay
 

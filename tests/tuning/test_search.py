@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_accel.tuning import factors, search, variants
 from lightning_accel.tuning.comparison import Ratio
-from lightning_accel.tuning.factors import Factor, Refusal, factors_for
+from lightning_accel.tuning.factors import Factor, Refusal, factors_for, float8_for
 from lightning_accel.tuning.parity import Verdict
 from lightning_accel.tuning.project import Changes, Project
 from lightning_accel.tuning.recorder import has_dropout
@@ -46,6 +46,7 @@ FACTS = {
     "num_blocks": 4,
     "larger_batches": {str(factor): {"reason": "", "samples": 0.9 * factor} for factor in (2, 4, 8)},
     "not_bucketed": "all samples are equally long",
+    "not_float8": "a cpu device",
     "fusible_optimizers": ["Adam"],
     "fused": False,
     "loaders": [{"num_workers": 0, "pin_memory": False, "is_iterable": False, "by_sample": ""}],
@@ -148,7 +149,7 @@ class World:
     @staticmethod
     def names(changes):
         larger = [f"x{size}" for size in changes.batching.values()]
-        return [*changes.trainer, *changes.speedups, *changes.savings, *changes.ddp, *larger]
+        return [*changes.trainer, *changes.speedups, *changes.savings, *changes.ddp, *changes.precision, *larger]
 
     def speed_of(self, changes):
         product = 1.0
@@ -532,7 +533,8 @@ def test_factors_are_those_that_the_run_admits():
     assert {"compile=blocks", "threads=1", "num_workers=2", "channels_last", "fused_optimizer"} < everything
     assert everything - tried(num_conv2d=0) == {"channels_last"}
     assert everything - tried(num_fusible_rnns=0) == {"fused_rnn"}
-    assert everything - tried(bfloat16_units=False) == {"precision=bf16-mixed", "matmul_precision=medium"}
+    bfloat16 = {"precision=bf16-mixed", "Bfloat16Precision", "matmul_precision=medium"}
+    assert everything - tried(bfloat16_units=False) == bfloat16
     assert everything - tried(num_blocks=0) == {"compile=blocks"}
     assert everything - tried(waited=0.001) == {"batched_fetch", "num_workers=1", "num_workers=2"}
     assert everything - tried(loaders=[FACTS["loaders"][0] | {"by_sample": "a reason"}]) == {"batched_fetch"}
@@ -541,8 +543,10 @@ def test_factors_are_those_that_the_run_admits():
         "num_workers=2",
     }
     assert tried(loaders=[FACTS["loaders"][0] | {"num_workers": 4}]) - everything == {"num_workers=0"}
-    assert everything - tried(precision="bf16-mixed") == {"precision=bf16-mixed", "matmul_precision=medium"}
-    assert {"precision=16-mixed", "benchmark", "pin_memory"} < tried(device="cuda")
+    assert everything - tried(precision="bf16-mixed") == bfloat16
+    graphs = {f"compile=children, compile_mode={mode}" for mode in ("reduce-overhead", "max-autotune")}
+    assert {"precision=16-mixed", "benchmark", "pin_memory"} | graphs < tried(device="cuda")
+    assert not graphs & everything
     assert not {"threads=1", "fused_rnn"} & tried(device="cuda")
 
 
@@ -559,6 +563,34 @@ def test_settings_of_ddp_are_tried_where_there_are_several_ranks():
     assert found(is_plain=False) == plain
     refused = [one.name for one in factors_for(FACTS | {"world_size": 2}, 0.2) if isinstance(one, Refusal)]
     assert "DDP" in refused
+
+
+def test_strategies_are_tried_where_there_are_several_ranks():
+    def found(factors, **facts):
+        return {one.name for one in factors(FACTS | {"world_size": 2} | facts) if "strategy" in one.name}
+
+    def of_speed(facts):
+        return factors_for(facts, 0.2)
+
+    assert found(of_speed, strategy="ddp", device="cuda") == {"strategy=accel_fsdp2"}
+    assert found(of_speed, strategy="sharded", device="cuda") == {"strategy=ddp"}
+    assert not found(of_speed, strategy="ddp")
+    assert not found(of_speed, strategy="other", device="cuda")
+    assert found(savings_for, strategy="ddp") == {"strategy=accel_fsdp2"}
+    assert not found(savings_for, strategy="sharded")
+    assert not found(savings_for, strategy="ddp", world_size=1)
+
+
+def test_float8_is_tried_where_it_is_possible_and_allowed():
+    def found(*allow, **facts):
+        return list(float8_for(FACTS | facts, allow))
+
+    assert not found()
+    assert found("float8") == [Refusal("float8", "a cpu device")]
+    (factor,) = found("float8", not_float8="")
+    assert factor.changes == Changes(precision={"Float8Precision": {}}, speedups={"compile": "children"})
+    (refusal,) = found(not_float8="")
+    assert "--allow float8" in refusal.reason
 
 
 def test_ranks_share_the_cores():
@@ -586,9 +618,11 @@ def test_backends_of_attention_are_tried_where_torch_may_not_choose_the_fastest(
     def found(**facts):
         return [one for one in factors_for(FACTS | {"has_attention": True} | facts, 0.2) if "attention" in one.name]
 
-    (factor,) = found()
-    assert (factor.group, factor.kind) == ("precision", "rounding")
-    assert factor.changes == Changes(trainer={"precision": "bf16-mixed"}, speedups={"attention": "math"})
+    mixed, master = found()
+    assert {(one.group, one.kind) for one in (mixed, master)} == {("precision", "rounding")}
+    assert mixed.changes == Changes(trainer={"precision": "bf16-mixed"}, speedups={"attention": "math"})
+    assert master.changes == Changes(precision={"Bfloat16Precision": {}}, speedups={"attention": "math"})
+    assert "Bfloat16Precision" not in tried(has_attention=True)
     (factor,) = found(precision="bf16-mixed")
     assert (factor.kind, factor.changes) == ("exact", Changes(speedups={"attention": "math"}))
     assert [one.name for one in found(device="cuda")] == ["attention=cudnn", "attention=efficient"]

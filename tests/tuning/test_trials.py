@@ -1,5 +1,6 @@
 """Trials in processes of their own: turns, failures, losses, and what stays behind."""
 
+import json
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 from lightning_accel.tuning import tune
 from lightning_accel.tuning.parity import are_equal, record_losses
@@ -153,6 +155,9 @@ def test_losses_of_a_variant_are_those_of_the_run(tmp_path, server):
     assert are_equal(base, moved, losses("fused", Changes(speedups={"fused_optimizer": True}))).passed
     rounded = losses("rounded", Changes(trainer={"precision": "bf16-mixed"}))
     assert not are_equal(base, moved, rounded).passed
+    of_master_weights = losses("master", Changes(precision={"Bfloat16Precision": {}}))
+    assert of_master_weights not in (base, rounded)
+    torch.testing.assert_close(torch.tensor(of_master_weights), torch.tensor(base), rtol=0.02, atol=0)
 
 
 def test_a_server_that_ends_is_done_without(tmp_path, server):
@@ -214,6 +219,20 @@ def test_a_run_of_two_ranks_is_measured_and_frozen_as_one(tmp_path, server):
     finally:
         variant.stop()
     assert group_is(variant, {"Z"})
+
+
+def test_ranks_may_hold_shards_in_place_of_whole_parameters(tmp_path, server):
+    project = project_of(foreign_run.two_ranks)
+    base, moved, sharded = (
+        record_losses(project, changes, tmp_path / name, [0], 4, soon(), name == "moved", server)
+        for name, changes in (
+            ("base", Changes()),
+            ("moved", Changes()),
+            ("sharded", Changes(trainer={"strategy": "accel_fsdp2"})),
+        )
+    )
+    assert are_equal(base[0], moved[0], sharded[0]).passed
+    assert json.loads((tmp_path / "sharded/facts.json").read_text())["strategy"] == "sharded"
 
 
 def test_a_run_that_cannot_start_is_one_message(command, run_folder):

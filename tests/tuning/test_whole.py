@@ -38,14 +38,16 @@ def test_fit_takes_an_overlay_after_its_config(command, run_folder, tmp_path):
     """The overlay of any outcome: another machine's, here, which is warned of."""
     found = Measurement(Ratio(1.5, 1.4, 1.6, 8), 5.0, 1.5)
     factors = [
-        Factor("precision", "precision", "rounding", Changes(trainer={"precision": "bf16-mixed"})),
+        Factor("Bfloat16Precision", "precision", "rounding", Changes(precision={"Bfloat16Precision": {}})),
         Factor("threads=1", "threads", "exact", Changes(speedups={"threads": 1, "fused_optimizer": True})),
     ]
     alone = {factor.name: found for factor in factors}
     outcome = Outcome({"items_per_step": 1}, 1.0, alone, chosen=factors, proof=found)
     overlay, *_ = write_outcome(outcome, tmp_path, "a test", "2030-01-02")
+    assert "precision.Bfloat16Precision  # alone 1.50 (1.40 to 1.60), 2030-01-02\n" in overlay.read_text()
     overlay.write_text(overlay.read_text().replace("measured_on: ", "measured_on: not "))
-    run = ["--config", str(ROOT / "configs/moe_digits.yaml"), "--config", str(overlay)]
+    run = ["--config", str(ROOT / "configs/moe_digits.yaml"), "--trainer.precision", "32-true"]
+    run += ["--trainer.plugins", "AtomicCheckpointIO", "--config", str(overlay)]
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         done = command("fit", *run, "--trainer.fast_dev_run", "true")
@@ -53,6 +55,8 @@ def test_fit_takes_an_overlay_after_its_config(command, run_folder, tmp_path):
     assert any("measured on another machine" in str(one.message) for one in seen)
     printed = command("fit", *run, "--print_config")
     trainer = yaml.safe_load(printed.out)["trainer"]
-    assert trainer["precision"] == "bf16-mixed"
+    kept, added = (one["class_path"].rpartition(".")[2] for one in trainer["plugins"])
+    assert (kept, added) == ("AtomicCheckpointIO", "Bfloat16Precision")
+    assert trainer["precision"] is None
     assert [one["class_path"].rpartition(".")[2] for one in trainer["callbacks"]] == ["ModelCheckpoint", "Speedups"]
     assert trainer["callbacks"][1]["init_args"]["fused_optimizer"] is True
