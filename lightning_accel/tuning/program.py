@@ -59,8 +59,8 @@ def tune(
     Args:
         config: a config file, arguments of ``lightning-accel fit``, or a function at the top level of a file that
             returns (trainer, module, data), with options for the Trainer as keyword arguments: ``def
-            make(**trainer_options)``. Data is a LightningDataModule, a DataLoader of training data, or None. Options may
-            have ``plugins``, which a function with plug-ins of its own adds to these.
+            make(**trainer_options)``. Data is a LightningDataModule, a DataLoader of training data, or None. Options
+            may have ``plugins``, to which a function with plug-ins of its own adds them.
         budget: seconds for everything, or minutes as in ``10m``.
         output: folder.
         goal: ``speed``, ``memory`` or ``latency``.

@@ -125,7 +125,8 @@ class Search:
         self.outcome.peak_bytes = max(self._baseline["peaks"], default=0)
         if self.project.serves:
             self.outcome.latency = Latency(**self._baseline["latency"])
-        self._turn = min(5.0, max(0.5, (NUM_SAMPLES if self.project.serves else 5) / self._baseline["rate"]))
+        enough = (NUM_SAMPLES if self.project.serves else 5) / self._baseline["rate"]
+        self._turn = min(5.0, max(0.5, self.budget / 600, enough))  # longer ones are told apart better
 
     def _try_alone(self) -> list[Factor]:
         """Return the best factor of each group of those that are faster than the baseline, the most effective first."""

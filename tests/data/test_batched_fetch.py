@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from lightning_accel.data.batched_fetch import fetch_batches, why_by_sample
 
@@ -18,6 +18,9 @@ def samples(n=13):
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (n, 1, 2, 3), dtype=torch.uint8, generator=generator)
     return torch.randn(n, 3, generator=generator), images, torch.arange(n), torch.rand(n, generator=generator) < 0.5
+
+
+PLAIN = TensorDataset(*samples())
 
 
 class Counted(torch.overrides.TorchFunctionMode):
@@ -131,6 +134,124 @@ def test_the_loader_shows_what_it_showed():
     assert list(loader) == [4, 4, 4, 1]
 
 
+class Ratings(Dataset):
+    """Arrays that are indexed, as users write them; ``read`` makes the sample."""
+
+    def __init__(self, read, n=29):
+        rng = np.random.default_rng(0)
+        self.users, self.x = rng.integers(0, 9, n), rng.normal(size=(n, 2, 3)).astype(np.float32)
+        self.x[3, 0] = np.nan
+        self.y = torch.arange(n) / 7
+        self.rng, self.read, self.asked = np.random.default_rng(1), read, []
+
+    def __len__(self):
+        return len(self.y)
+
+    def __getitem__(self, index):
+        self.asked.append(index)
+        return self.read(self, index)
+
+
+def features(data, index):
+    return {"user": data.users[index], "x": data.x[index]}, data.y[index]
+
+
+def number_and_tuple(data, index):
+    return [(data.x[index] - 0.5) / 2, data.y[index].bool()], data.users[index].astype(np.uint8)
+
+
+def fortran(data, index):
+    return np.asfortranarray(data.x)[index]
+
+
+@pytest.mark.parametrize("read", [features, number_and_tuple, fortran])
+def test_other_datasets_are_given_arrays_of_indices(read):
+    """Equal bits and layouts, from three batches on by one call for all samples and one for a single one."""
+    dataset = Ratings(read)
+    nested = Subset(Subset(dataset, range(1, 29)), np.arange(27))
+    plain, found = (DataLoader(nested, 4) for _ in range(2))
+    fetch_batches(found)
+    assert why_by_sample(found) == ""
+    expected = list(plain)
+    dataset.asked.clear()
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True, check_stride=True)
+        assert type(one) is type(other)
+    calls = [type(index) for index in dataset.asked]
+    assert calls == [np.ndarray, *[int] * 4] * 3 + [np.ndarray, int] * 4
+
+
+class Late(Ratings):
+    """Special from sample 20 on, in a way that an array of indices does not tell."""
+
+    def __getitem__(self, index):
+        return self.y[index] if np.ndim(index) or index < 20 else -self.y[index]
+
+
+def draws(data, index):
+    return data.x[index] + np.random.rand()  # noqa: NPY002  # as datasets of users do
+
+
+@pytest.mark.parametrize(
+    ("dataset", "reason"),
+    [
+        (Ratings(lambda data, index: float(data.y[index])), "array of indices"),
+        (Ratings(lambda data, index: data.x[index] - data.x[index].mean()), "array of indices"),
+        (Ratings(lambda data, index: (data.y[index], 1)), "array of indices"),
+        (Ratings(lambda data, index: data.y[index] if index else data.y[0]), "array of indices"),
+        (Ratings(lambda data, index: data.y), "array of indices"),
+        (Ratings(draws), "draws random numbers"),
+        (Ratings(lambda data, index: data.y[index] + torch.rand(())), "draws random numbers"),
+        (ConcatDataset([PLAIN]), "array of indices"),
+        ([3.0, 4.0, 5.0, 6.0, 7.0], "array of indices"),
+    ],
+)
+def test_samples_are_read_one_by_one_where_an_array_returns_something_else(dataset, reason):
+    def read(loader):
+        torch.manual_seed(0)
+        np.random.seed(0)  # noqa: NPY002
+        found = list(loader)
+        return found, torch.rand(1), np.random.rand()  # noqa: NPY002
+
+    plain, loader = (DataLoader(dataset, 4, shuffle=True) for _ in range(2))
+    fetch_batches(loader)
+    assert reason in why_by_sample(loader)
+    torch.testing.assert_close(read(loader), read(plain), rtol=0, atol=0, equal_nan=True)
+
+
+def test_asking_draws_no_random_numbers():
+    states = []
+    for asks in (False, True):
+        torch.manual_seed(0)
+        np.random.seed(0)  # noqa: NPY002
+        if asks:
+            assert "draws random numbers" in why_by_sample(DataLoader(Ratings(draws), 4))
+        states.append((torch.rand(1).item(), np.random.rand()))  # noqa: NPY002
+    assert states[0] == states[1]
+
+
+def test_datasets_with_generators_of_their_own_are_read_by_sample():
+    """Whose samples are others each time that they are read."""
+    dataset = Ratings(lambda data, index: data.y[index] + data.rng.random())
+    assert "array of indices" in why_by_sample(DataLoader(dataset, 4))
+
+
+def test_batches_of_one_sample_show_nothing():
+    """What is centred by itself is the same in a batch of one."""
+    dataset = Ratings(lambda data, index: data.x[index] - np.nanmean(data.x[index]))
+    plain, loader = (DataLoader(dataset, batch_sampler=[[0], [1], [2], [4, 5, 6]]) for _ in range(2))
+    fetch_batches(loader)
+    torch.testing.assert_close(list(loader), list(plain), rtol=0, atol=0)
+
+
+def test_a_dataset_that_deviates_later_is_noticed():
+    loader = DataLoader(Late(None), 4)
+    fetch_batches(loader)
+    with pytest.warns(UserWarning, match="Late does not return for an array .* it did in the batches before"):
+        found = torch.cat(list(loader))
+    assert torch.equal(found, torch.cat(list(DataLoader(Late(None), 4))))
+
+
 @pytest.mark.slow
 def test_workers_fetch_batches():
     def make():
@@ -151,11 +272,6 @@ def test_workers_fetch_batches():
     assert len(dataset.__getitems__([0, 1])) == 4
 
 
-class Noisy(TensorDataset):
-    def __getitem__(self, index):
-        return tuple(tensor + 1 for tensor in super().__getitem__(index))
-
-
 class OwnSubset(Subset):
     def __getitems__(self, indices):
         return [self.dataset[0] for _ in indices]
@@ -171,9 +287,6 @@ class OwnLoader(DataLoader):
         return super()._get_iterator()
 
 
-PLAIN = TensorDataset(*samples())
-
-
 @pytest.mark.parametrize(
     ("loader", "reason"),
     [
@@ -181,10 +294,8 @@ PLAIN = TensorDataset(*samples())
         (DataLoader(PLAIN, batch_size=4, collate_fn=len), "collate_fn of its own"),
         (OwnLoader(PLAIN, batch_size=4), "OwnLoader makes iterators of its own"),
         (DataLoader(PLAIN, batch_size=4, num_workers=1, worker_init_fn=print), "worker_init_fn"),
-        (DataLoader(Noisy(*samples()), batch_size=4), "no TensorDataset: Noisy"),
-        (DataLoader(OwnSubset(PLAIN, [1, 2]), batch_size=4), "no TensorDataset: OwnSubset"),
-        (DataLoader(ConcatDataset([PLAIN]), batch_size=4), "no TensorDataset: ConcatDataset"),
-        (DataLoader(Stream(), batch_size=4), "no TensorDataset: Stream"),
+        (DataLoader(OwnSubset(PLAIN, [1, 2]), batch_size=4), "OwnSubset reads batches in a way of its own"),
+        (DataLoader(Stream(), batch_size=4), "an order of its own: Stream"),
         (DataLoader(TensorDataset(torch.zeros(3, 5).T), batch_size=4), "contiguous"),
         (DataLoader(TensorDataset(torch.zeros(5, requires_grad=True)), batch_size=4), "gradients"),
         (DataLoader(TensorDataset(torch.zeros(5).to_sparse()), batch_size=4), "dense"),

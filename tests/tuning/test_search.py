@@ -63,6 +63,7 @@ class World:
         self.unequal, self.different, self.pairs = set(), set(), {}
         self.started, self.interrupt_at = [], None
         self.seeds, self.deciding_seeds = [], 5
+        self.turns = set()
         self.num_steps, self.samples = {}, {}
         self.passed_seconds, self.seed_seconds = 0.0, 0.0
         monkeypatch.setattr(search.time, "monotonic", lambda: clock() + self.passed_seconds)
@@ -106,7 +107,8 @@ class World:
             def stop(self):
                 self.is_alive = False
 
-        def compare(reference, variant, *, needed, samples, rate=None, **_):
+        def compare(reference, variant, *, needed, samples, seconds, rate=None, **_):
+            self.turns.add(seconds)
             for one in (reference, variant) if rate else ():
                 rate(one, one.run_for(1.0, 0.0))
             self.samples[str(self.names(variant.changes))] = samples
@@ -346,6 +348,12 @@ def test_steps_of_five_seeds_take_a_twentieth_of_the_budget(world, tmp_path, bud
     """A step takes 0.1 s; 12 are the least."""
     run(tmp_path, budget)
     assert world.num_steps["['precision', 'compile']"] == num_steps
+
+
+@pytest.mark.parametrize(("budget", "seconds"), [(60, 0.5), (900, 1.5), (9000, 5.0)])
+def test_turns_are_longer_where_there_is_time(world, tmp_path, budget, seconds):
+    run(tmp_path, budget=budget)
+    assert world.turns == {seconds}
 
 
 def test_seeds_end_with_the_budget(world, tmp_path):
