@@ -35,7 +35,7 @@ def fetch_batches(loader: DataLoader[Any]) -> None:
 def why_by_sample(loader: DataLoader[Any]) -> str:
     """Return why samples of ``loader`` have to be fetched one by one, or nothing if batches can be indexed at once.
 
-    Of a dataset that is no TensorDataset, some samples are read to find out.
+    Some samples of a dataset that is no TensorDataset are read to find out.
     """
     if reason := _why_never(loader):
         return reason
