@@ -231,8 +231,8 @@ def test_ranks_may_hold_shards_in_place_of_whole_parameters(tmp_path, server):
             ("sharded", Changes(trainer={"strategy": "accel_fsdp2"})),
         )
     )
-    assert are_equal(base[0], moved[0], sharded[0]).passed
-    assert json.loads((tmp_path / "sharded/facts.json").read_text())["strategy"] == "sharded"
+    assert are_equal(base, moved, sharded).passed
+    assert json.loads((tmp_path / "sharded/seed_0/facts.json").read_text())["strategy"] == "sharded"
 
 
 def test_a_run_that_cannot_start_is_one_message(command, run_folder):
