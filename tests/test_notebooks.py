@@ -1,6 +1,7 @@
 """Every notebook runs from top to bottom."""
 
 import json
+import logging
 import re
 from pathlib import Path
 
@@ -13,12 +14,15 @@ MARKS: dict[str, list[pytest.MarkDecorator]] = {"custom_ops": [], "tune": [pytes
 
 
 @pytest.fixture(autouse=True)
-def without_windows():
-    backend = matplotlib.get_backend()
+def restored():
+    """Show no windows, and take back what notebooks change in this process."""
+    backend, log = matplotlib.get_backend(), logging.getLogger("lightning.pytorch")
+    level = log.level
     matplotlib.use("agg")
     yield
     plt.close("all")
     matplotlib.use(backend)
+    log.setLevel(level)
 
 
 def words(text: str) -> list[str]:
