@@ -54,8 +54,9 @@ class Speedups(L.Callback):
             direction, where torch records each gate of each step. LSTMs on padded tensors are left to oneDNN, which is
             faster. There are no second derivatives then.
         batched_fetch: read a batch by one indexing operation in place of one for each sample, where the loader collates
-            by default and the dataset returns arrays of samples for an array of indices. Batches stay equal bit for
-            bit: the first ones are read both ways, and one sample of each that follows.
+            by default and the dataset returns arrays of samples for an array of indices. Samples are read
+            one by one again where batches are not equal bit for bit: the first three are read both ways, and one sample
+            of each that follows.
         channels_last: store the weights of 2D convolutions with channels as the last dimension, which their inputs
             follow.
         attention: compute scaled_dot_product_attention by this backend of torch, or by ``math`` where it cannot. On the
