@@ -18,6 +18,7 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
+from torch_geometric.nn import MessagePassing
 from torchmetrics import Metric
 
 from lightning_accel._private import OVERRIDDEN, REPLACED
@@ -123,7 +124,7 @@ def test_overridden_private_methods_are_listed():
 PATCHABLE = (
     torch.nn.Module, torch.utils.data.DataLoader, torch.optim.Optimizer, torch.amp.GradScaler, LightningModule,
     LightningDataModule, Trainer, ModelCheckpoint, Precision, Profiler, Strategy, Metric,
-    _FitLoop,
+    _FitLoop, MessagePassing,
 )  # fmt: skip
 
 

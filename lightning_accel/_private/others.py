@@ -20,3 +20,12 @@ def explained_edges(layer: Any) -> Tensor | None:
     """Return the mask of edges in [0, 1] that an explainer gave a layer, None without; no public name leads to it."""
     mask: Tensor | None = layer._edge_mask if layer.explain else None
     return mask.sigmoid() if mask is not None and layer._apply_sigmoid else mask
+
+
+def has_message_hooks(layer: Any) -> bool:
+    """Return whether hooks see or change the messages of a layer; it registers and removes them, but lists none."""
+    return any(
+        getattr(layer, f"_{part}_forward_{kind}")
+        for part in ("propagate", "message", "aggregate")
+        for kind in ("pre_hooks", "hooks")
+    )

@@ -65,6 +65,10 @@ def factors_for(facts: Mapping[str, Any], wait_share: float) -> Iterator[Factor 
         yield speedup("fused_rnn", "rnn", "exact", fused_rnn=True)
     else:
         yield Refusal("fused_rnn", "the model trains no nn.LSTM or nn.GRU without proj_size on the CPU")
+    if facts["num_fusible_convolutions"] and not is_cuda:
+        yield speedup("fused_messages", "messages", "exact", fused_messages=True)
+    else:
+        yield Refusal("fused_messages", "no convolution of PyTorch Geometric sums or averages its messages on the CPU")
     yield channels_last(facts)
     if facts["fusible_optimizers"] and not facts["fused"]:
         yield speedup("fused_optimizer", "optimizer", "exact", fused_optimizer=True)

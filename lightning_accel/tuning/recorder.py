@@ -1,6 +1,7 @@
 """What a trial writes down: the time of each step, losses, and facts about the run."""
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import IO, Any
@@ -153,6 +154,7 @@ def facts_of(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> dict[
         "items_per_step": (batch_size_of(batch) or 1) * trainer.world_size,
         "has_dropout": has_dropout(module),
         "num_fusible_rnns": sum(is_fusible(layer) for layer in module.modules()),
+        "num_fusible_convolutions": _num_fusible_convolutions(module),
         "num_repeated": len(find_blocks(module)),
         "has_batch_norms": has_batch_norms(module),
         "batch_norms_in_blocks": has_batch_norms(*find_blocks(module)),
@@ -198,6 +200,14 @@ def _has_bfloat16_units(machine: Machine, device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return bool({"AVX512-BF16", "AMX-BF16"} & set(machine.instruction_sets))
+
+
+def _num_fusible_convolutions(module: nn.Module) -> int:
+    if "torch_geometric" not in sys.modules:
+        return 0
+    from lightning_accel.nn.message_passing import has_fusible_messages
+
+    return sum(has_fusible_messages(layer) for layer in module.modules())
 
 
 def _kind_of(strategy: Strategy) -> str:

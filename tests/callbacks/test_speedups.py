@@ -11,6 +11,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch_geometric.data import Data
+from torch_geometric.loader import DataLoader as GraphLoader
+from torch_geometric.nn import GINConv, SAGEConv, global_add_pool
 
 from lightning_accel._private.torch import compiled_call, dataset_of, plain_call, set_compiled_call
 from lightning_accel.callbacks import ExactResume, Speedups, speedups
@@ -319,6 +322,53 @@ class Tagger(L.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+class Graphs(L.LightningModule):
+    """Classify graphs by two convolutions of PyTorch Geometric."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolutions = nn.ModuleList([GINConv(nn.Linear(3, 5)), SAGEConv(5, 2)])
+        self.losses, self.fused = [], []
+
+    def training_step(self, batch, batch_idx):
+        x = batch.x
+        for convolution in self.convolutions:
+            x = convolution(x, batch.edge_index)
+        loss = F.cross_entropy(global_add_pool(x, batch.batch), batch.y)
+        self.losses.append(loss.item())
+        self.fused.append(["propagate" in vars(layer) for layer in self.convolutions])
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_messages_are_fused_for_the_run_alone():
+    generator = torch.Generator().manual_seed(0)
+    graphs = [
+        Data(
+            x=torch.randn(n, 3, generator=generator),
+            edge_index=torch.randint(n, (2, 2 * n), generator=generator),
+            y=torch.tensor([n % 2]),
+        )
+        for n in range(3, 11)
+    ]
+    modules = []
+    for settings in ({}, {"fused_messages": True}):
+        torch.manual_seed(0)
+        trainer = L.Trainer(
+            max_epochs=2, accelerator="cpu", callbacks=[Speedups(**settings)], logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        modules.append(Graphs())
+        trainer.fit(modules[-1], GraphLoader(graphs, batch_size=4))
+    plain, fused = modules
+    assert fused.fused == [[True, True]] * 4
+    assert plain.fused == [[False, False]] * 4
+    assert fused.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert not any("propagate" in vars(layer) for layer in fused.modules())
 
 
 def test_recurrent_layers_are_fused_for_the_run_alone():

@@ -42,6 +42,7 @@ FACTS = {
     "has_dropout": False,
     "has_attention": False,
     "num_fusible_rnns": 1,
+    "num_fusible_convolutions": 1,
     "num_children": 1,
     "num_blocks": 4,
     "larger_batches": {str(factor): {"reason": "", "samples": 0.9 * factor} for factor in (2, 4, 8)},
@@ -541,6 +542,7 @@ def test_factors_are_those_that_the_run_admits():
     assert {"compile=blocks", "threads=1", "num_workers=2", "channels_last", "fused_optimizer"} < everything
     assert everything - tried(num_conv2d=0) == {"channels_last"}
     assert everything - tried(num_fusible_rnns=0) == {"fused_rnn"}
+    assert everything - tried(num_fusible_convolutions=0) == {"fused_messages"}
     bfloat16 = {"precision=bf16-mixed", "Bfloat16Precision", "matmul_precision=medium"}
     assert everything - tried(bfloat16_units=False) == bfloat16
     assert everything - tried(num_blocks=0) == {"compile=blocks"}
@@ -555,7 +557,7 @@ def test_factors_are_those_that_the_run_admits():
     graphs = {f"compile=children, compile_mode={mode}" for mode in ("reduce-overhead", "max-autotune")}
     assert {"precision=16-mixed", "benchmark", "pin_memory"} | graphs < tried(device="cuda")
     assert not graphs & everything
-    assert not {"threads=1", "fused_rnn"} & tried(device="cuda")
+    assert not {"threads=1", "fused_rnn", "fused_messages"} & tried(device="cuda")
 
 
 def test_settings_of_ddp_are_tried_where_there_are_several_ranks():

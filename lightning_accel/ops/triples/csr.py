@@ -35,23 +35,26 @@ def csr_sum(rowptr: Tensor, col: Tensor, x: Tensor, transposed_rowptr: Tensor, t
     return call(rowptr, col, at_least_float32(x), transposed_rowptr, transposed_col)
 
 
-def csr_sum_reference(rowptr: Tensor, col: Tensor, x: Tensor) -> Tensor:
+def csr_sum_reference(rowptr: Tensor, col: Tensor, x: Tensor, values: Tensor | None = None) -> Tensor:
     """Compute :func:`csr_sum` by a (K, R) tensor and autograd, as the reference for its tests."""
     count = rowptr.diff()
     row = torch.repeat_interleave(torch.arange(len(count), device=col.device), count, output_size=len(col))
-    return x.new_zeros(len(count), x.shape[1]).index_add(0, row, x.index_select(0, col))
+    rows = x.index_select(0, col)
+    return x.new_zeros(len(count), x.shape[1]).index_add(0, row, rows if values is None else rows * values[:, None])
 
 
-def bag_sum(rowptr: Tensor, col: Tensor, x: Tensor) -> Tensor:
+def bag_sum(rowptr: Tensor, col: Tensor, x: Tensor, values: Tensor | None = None) -> Tensor:
     """Compute :func:`csr_sum` without a gradient, in the dtype of ``x``, for use within other operations.
+
+    Entries of the matrix are ``values`` (K,), if given, in the dtype of ``x``.
 
     ``embedding_bag`` prefetches rows: on CPU it is 3 to 5 times as fast as products with sparse CSR tensors, and 15 to
     20 times as fast as ``index_select`` and ``index_add_``. It needs no vendor library, and on CUDA neither atomics nor
     a host synchronisation.
     """
     if not len(col) or not x.shape[1] or x.device.type not in ("cpu", "cuda"):
-        return csr_sum_reference(rowptr, col, x)
-    return F.embedding_bag(col, x, rowptr, mode="sum", include_last_offset=True)
+        return csr_sum_reference(rowptr, col, x, values)
+    return F.embedding_bag(col, x, rowptr, mode="sum", include_last_offset=True, per_sample_weights=values)
 
 
 @torch.library.custom_op("lightning_accel::csr_sum", mutates_args=())
