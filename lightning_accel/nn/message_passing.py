@@ -87,10 +87,10 @@ def _message_of(layer: nn.Module) -> _Message | None:
 
 
 def _propagate(
-    layer: MessagePassing, message: _Message, checked: set[Any], edge_index: Any, size: Any = None, **given: Any
+    layer: MessagePassing, message: _Message, checked: set[Any], edge_index: Any, *args: Any, **given: Any
 ) -> Tensor:
-    original = partial(type(layer).propagate, layer, edge_index, size=size, **given)
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+    original = partial(type(layer).propagate, layer, edge_index, *args, **given)
+    if args or torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
         return original()
     x: Any = given.get(message.features)
     weight: Any = given.get(message.weight) if message.weight else None
@@ -98,7 +98,7 @@ def _propagate(
     source: Any = x[sender] if isinstance(x, tuple | list) else x
     if not _serves(layer, edge_index, source, weight):
         return original()
-    num_receivers = _num_receivers(x, receiver, size)
+    num_receivers = _num_receivers(x, receiver, given.get("size"))
     edges = None if num_receivers is None else _edges_of(edge_index, sender, len(source), num_receivers)
     if edges is None:
         return original()  # which raises where nodes are missing

@@ -84,7 +84,8 @@ class Outcome:
         refused: what was not tried.
         chosen: the changes of the fastest variant whose losses agree; empty if none is faster.
         without: how much slower the chosen changes are without each of them.
-        added: how much faster they are with each of those that were not faster alone.
+        added: how much faster they are with each of those that were not faster alone, and with all of these together
+            that intervals leave undecided.
         verdicts: on losses.
         proof: the last measurement, of all chosen changes.
         seconds: how long everything took.

@@ -248,6 +248,22 @@ def test_a_change_that_helps_only_beside_others_is_added(world, tmp_path):
     assert "channels_last: true  # beside the others 1.23 " in overlay.read_text()
 
 
+def test_small_gains_that_intervals_leave_undecided_are_taken_together(world, tmp_path):
+    world.speed = {"precision": 1.4, "channels_last": 1.014, "fused_optimizer": 1.013, "keep_freed_memory": 0.999}
+    outcome = run(tmp_path)  # intervals reach 2 % to either side
+    assert names(outcome) == ["channels_last", "optimizer", "precision"]
+    assert not outcome.added["fused_optimizer"].wins
+    assert outcome.added["channels_last, fused_optimizer"].ratio.value == pytest.approx(1.014 * 1.013)
+    world.speed["fused_optimizer"] = 1.002
+    outcome = run(tmp_path / "less")
+    assert names(outcome) == ["precision"]
+    assert outcome.added["channels_last, fused_optimizer"].reason == "no difference that the interval shows"
+    world.speed = {"channels_last": 1.015, "fused_optimizer": 1.015}
+    outcome = run(tmp_path / "alone")
+    assert names(outcome) == ["channels_last", "optimizer"]
+    assert outcome.is_faster
+
+
 def test_an_added_compilation_has_to_pay_within_the_planned_run(monkeypatch, tmp_path):
     world = World(monkeypatch, FACTS | {"planned_steps": 1000})  # 100 s as it is, 71 s in fewer digits
     world.speed = {"precision": 1.4, "compile": 0.95}
