@@ -24,6 +24,7 @@ from lightning_accel.tuning.serving import NUM_SAMPLES
 from lightning_accel.tuning.variant import DiskFullError, NotReadyError, TrialError, Variant
 from lightning_accel.tuning.variants import Variants
 
+_EXACT = ("equal", "exact")  # kinds of changes whose losses are equal up to rounding
 _EXACT_STEPS = 10
 # by rounding alone, runs from equal seeds grow apart, and after more steps may differ as much as seeds do
 _MOST_STEPS = 30
@@ -194,16 +195,17 @@ class Search:
         return chosen
 
     def _try_undecided(self, chosen: list[Factor]) -> list[Factor]:
-        """Return the chosen changes with those that intervals leave undecided, if these are faster all together.
+        """Return the chosen changes with exact ones that intervals leave undecided, if these are faster all together.
 
-        Gains of some percent are within the noise of the turns that each has alone, and their sum is not.
+        Gains of some percent are within the noise of the turns that each has alone, and their sum is not. Losses of seeds
+        are not compared for so little.
         """
         measured = self.outcome.added if chosen else self.outcome.alone
         groups = {one.group for one in chosen}
         best: dict[str, Factor] = {}
         for one in self._tried:
             found = measured.get(one.name)
-            if one.kind == "learned" or one.group in groups or not found or found.wins or found.over_run <= 1:
+            if one.kind not in _EXACT or one.group in groups or not found or found.wins or found.over_run <= 1:
                 continue
             if one.group not in best or found.over_run > measured[best[one.group].name].over_run:
                 best[one.group] = one
@@ -247,7 +249,7 @@ class Search:
 
     def _judge_exact(self, chosen: list[Factor]) -> list[Factor]:
         """Return the changes; exact ones whose losses deviate count as ``random``: other layouts draw otherwise."""
-        exact = [factor for factor in chosen if factor.kind in ("equal", "exact")]
+        exact = [factor for factor in chosen if factor.kind in _EXACT]
         if not exact or self._agree(exact, exactly=True):
             return chosen
         alone = exact if len(exact) == 1 else [one for one in exact if not self._agree([one], exactly=True)]
@@ -258,7 +260,7 @@ class Search:
 
     def _drop_changed(self, chosen: list[Factor]) -> list[Factor]:
         """Return the changes without those that make a run learn otherwise, together or alone."""
-        while inexact := [factor for factor in chosen if factor.kind not in ("equal", "exact")]:
+        while inexact := [factor for factor in chosen if factor.kind not in _EXACT]:
             if self._agree(chosen, exactly=False):
                 break
             alone = inexact if len(inexact) == 1 else [one for one in inexact if not self._agree([one], exactly=False)]

@@ -249,7 +249,13 @@ def test_a_change_that_helps_only_beside_others_is_added(world, tmp_path):
 
 
 def test_small_gains_that_intervals_leave_undecided_are_taken_together(world, tmp_path):
-    world.speed = {"precision": 1.4, "channels_last": 1.014, "fused_optimizer": 1.013, "keep_freed_memory": 0.999}
+    world.speed = {
+        "precision": 1.4,
+        "channels_last": 1.014,
+        "fused_optimizer": 1.013,
+        "keep_freed_memory": 0.999,
+        "native_dropout": 1.01,
+    }
     outcome = run(tmp_path)  # intervals reach 2 % to either side
     assert names(outcome) == ["channels_last", "optimizer", "precision"]
     assert not outcome.added["fused_optimizer"].wins
