@@ -197,8 +197,8 @@ class Search:
     def _try_undecided(self, chosen: list[Factor]) -> list[Factor]:
         """Return the chosen changes with exact ones that intervals leave undecided, if these are faster all together.
 
-        Gains of some percent are within the noise of the turns that each has alone, and their sum is not. Losses of seeds
-        are not compared for so little.
+        Gains of some percent are within the noise of the turns that each has alone, and their sum is not. Losses of
+        seeds are not compared for so little.
         """
         measured = self.outcome.added if chosen else self.outcome.alone
         groups = {one.group for one in chosen}
