@@ -74,14 +74,16 @@ def _message_of(layer: nn.Module) -> _Message | None:
     others = [name for name in names if name not in features]
     if len(features) != 1 or len(others) > 1:
         return None
-    x, weights = torch.linspace(-1, 1, 15).view(5, 3), torch.linspace(-2, 1, 5)
+    x = (1e6 * torch.linspace(-1, 1, 15) ** 9).view(5, 3).requires_grad_()  # of many magnitudes, for bounds
+    weights = torch.linspace(-2, 1, 5)
+    factors = weights[:, None].expand(5, 3) if others else torch.ones(5, 3)
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             sent = layer.message(x, *([weights] if others else []))
-    except Exception:  # of any kind, by a message that takes something else
+            (gradient,) = torch.autograd.grad(sent.sum(), x)
+    except Exception:  # of any kind, by a message that takes something else, or passes no gradient on
         return None
-    expected = x * weights[:, None] if others else x
-    if not isinstance(sent, Tensor) or not torch.equal(sent, expected):
+    if not torch.equal(sent, x * factors) or not torch.equal(gradient, factors):
         return None
     return _Message(features[0].removesuffix("_j"), others[0] if others else None)
 
