@@ -147,7 +147,7 @@ def native(compiler, monkeypatch) -> None:
 @pytest.fixture
 def vectors(native) -> None:
     """Native kernels draw random numbers, too."""
-    from lightning_accel.ops.bernoulli import missing_kernel
+    from lightning_accel.ops.native import missing_kernel
 
     if reason := missing_kernel():
         pytest.skip(reason)

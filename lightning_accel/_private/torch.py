@@ -73,15 +73,17 @@ def arguments_of(operation: Any) -> Sequence[Any]:
     return operation._schema.arguments
 
 
-def replace_cpu_kernel(name: str, kernel: Callable[..., Any]) -> Callable[[], None]:
+def replace_cpu_kernel(name: str, kernel: Callable[..., Any], key: str) -> Callable[[], None]:
     """Let an operation of torch run ``kernel`` on CPU tensors until the returned function is called.
+
+    ``key`` is ``CPU``, or ``AutogradCPU`` of what records gradients.
 
     Kernels of a ``torch.library.Library`` go with it, but it has no public method to end.
     """
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
-        library.impl(name, kernel, "CPU", with_keyset=True)
+        library.impl(name, kernel, key, with_keyset=True)
     return library._destroy
 
 

@@ -5,7 +5,7 @@ import platform
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import lightning as L
 import torch
@@ -16,13 +16,16 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_accel._private.torch import allow_recompilations, compiled_call, wrapped_frames
 from lightning_accel.data.batched_fetch import fetch_batches
 from lightning_accel.measure.machine import describe_machine
+from lightning_accel.nn.deferred_weights import defer_weights_, restore_weights_
 from lightning_accel.nn.recurrent.fused import fuse_, unfuse_
+from lightning_accel.ops.attention import replace_attention, restore_attention
 from lightning_accel.ops.bernoulli import replace_bernoulli, restore_bernoulli
+from lightning_accel.ops.names import require_one_of
 from lightning_accel.strategies.sharding.blocks import find_blocks
 
 CompileScope = Literal["children", "blocks"]
 CompileMode = Literal["reduce-overhead", "max-autotune"]
-AttentionBackend = Literal["math", "efficient", "cudnn"]
+AttentionBackend = Literal["native", "math", "efficient", "cudnn"]
 _BACKENDS = {
     "math": SDPBackend.MATH,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -36,11 +39,13 @@ class Speedups(L.Callback):
 
     ``lightning-accel tune`` finds the settings and writes them to a config. Each is None, and left as the run has it,
     by default. What is an argument of the Trainer, such as ``precision`` or ``benchmark``, is not repeated here.
-    ``validate``, ``test`` and ``predict`` take ``threads``, ``channels_last``, ``attention``, ``compile``,
-    ``matmul_precision`` and ``keep_freed_memory`` as ``fit`` does; the other settings are about training.
+    ``validate``, ``test`` and ``predict`` take ``threads``, ``channels_last``, ``attention``,
+    ``defer_attention_weights``, ``compile``, ``matmul_precision`` and ``keep_freed_memory`` as ``fit`` does; the other
+    settings are about training.
 
     Losses stay equal up to rounding, with these exceptions: compiled layers, layers whose memory has another order
-    (``channels_last``), ``native_dropout``, and datasets in other workers, draw other random numbers; shuffled loaders
+    (``channels_last``), ``native_dropout``, ``attention="native"`` with dropout, and datasets in other workers, draw
+    other random numbers; shuffled loaders
     whose workers are kept draw other orders from the second epoch on; ``matmul_precision`` rounds operands of float32
     matrix products.
 
@@ -65,6 +70,11 @@ class Speedups(L.Callback):
             follow.
         attention: compute scaled_dot_product_attention by this backend of torch, or by ``math`` where it cannot. On the
             CPU, ``math`` trains sequences of up to about 128 faster in bfloat16 than torch's choice, which is flash.
+            ``native`` trains on the CPU by a kernel of this package, which takes dropout, too; there are no second
+            derivatives then. It leaves calls to torch that need no gradient, or a gradient of the mask.
+        defer_attention_weights: compute the weights that each ``torch.nn.MultiheadAttention`` without dropout returns
+            only where they are used, so that its output comes from scaled_dot_product_attention, which makes no tensor
+            of all pairs. It is an error to use them after the parameters have changed.
         compile: compile the ``children`` of the LightningModule, or its repeated ``blocks``, with torch.compile.
         compile_mode: of torch.compile: ``reduce-overhead`` starts the kernels of a GPU as one graph, and
             ``max-autotune`` also measures several kernels for each matrix product, which takes long.
@@ -76,7 +86,7 @@ class Speedups(L.Callback):
         measured_on: the machine where the settings were measured; a run on another one warns.
 
     Raises:
-        RuntimeError: at the beginning of a run, if there is no kernel for ``native_dropout``.
+        RuntimeError: at the beginning of a run, if there is no kernel for ``native_dropout`` or ``attention="native"``.
         ValueError: if an option is out of range, or contradicts another.
     """
 
@@ -91,6 +101,7 @@ class Speedups(L.Callback):
         batched_fetch: bool = False,
         channels_last: bool = False,
         attention: AttentionBackend | None = None,
+        defer_attention_weights: bool = False,
         compile: CompileScope | None = None,  # the name of torch.compile
         compile_mode: CompileMode | None = None,
         matmul_precision: Literal["high", "medium"] | None = None,
@@ -109,12 +120,13 @@ class Speedups(L.Callback):
         self.fused_messages = fused_messages
         self.batched_fetch = batched_fetch
         self.channels_last = channels_last
-        if attention not in (None, *_BACKENDS):
-            raise ValueError(f"attention must be one of {', '.join(_BACKENDS)}; got {attention!r}")
+        if attention is not None:
+            require_one_of("attention", attention, get_args(AttentionBackend))
         self.attention = attention
         if compile_mode is not None and (compile is None or native_dropout):
             reason = "compile, which says what is compiled" if compile is None else "native_dropout=False, as on a GPU"
             raise ValueError(f"compile_mode={compile_mode!r} needs {reason}")
+        self.defer_attention_weights = defer_attention_weights
         self.compile = compile
         self.compile_mode = compile_mode
         self.matmul_precision = matmul_precision
@@ -124,6 +136,7 @@ class Speedups(L.Callback):
         self._before: dict[str, Any] = {}
         self._fused: list[nn.RNNBase] = []
         self._fused_convolutions: list[nn.Module] = []
+        self._deferring: list[nn.MultiheadAttention] = []
         self._backends = ExitStack()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -148,7 +161,12 @@ class Speedups(L.Callback):
             keep_freed_memory()
         if self.channels_last:
             _to_channels_last(pl_module)
-        if self.attention is not None:
+        if self.defer_attention_weights:
+            self._deferring = defer_weights_(pl_module)
+        if self.attention == "native":
+            replace_attention()
+            self._backends.callback(restore_attention)
+        elif self.attention is not None:
             self._backends.enter_context(sdpa_kernel([_BACKENDS[self.attention], SDPBackend.MATH]))
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -191,6 +209,8 @@ class Speedups(L.Callback):
 
             unfuse_messages_(self._fused_convolutions)
             self._fused_convolutions = []
+        restore_weights_(self._deferring)
+        self._deferring = []
         self._backends.close()
         self._before = {}
 

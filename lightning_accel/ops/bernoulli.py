@@ -17,13 +17,10 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from lightning_accel._private.torch import replace_cpu_kernel
-from lightning_accel.ops.native import KERNELS, check_one_device
-from lightning_accel.ops.native_build import cpu_target
+from lightning_accel.ops.native import KERNELS, Replacement, check_one_device, missing_kernel
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.bool)
 _MIN_SIZE = 1024  # below it torch's kernel is faster than a call of Python
-_RESTORE: list[Callable[[], None]] = []  # by those that have replaced the kernel and not restored it yet
 
 
 def replace_bernoulli() -> None:
@@ -36,30 +33,12 @@ def replace_bernoulli() -> None:
     """
     if reason := missing_kernel():
         raise RuntimeError(f"dropout has no native kernel: {reason}. Mend that, or leave native_dropout off")
-    if not _RESTORE:
-        original = torch.library.get_kernel("aten::bernoulli_.float", "CPU")
-        _RESTORE.append(replace_cpu_kernel("bernoulli_.float", functools.partial(_bernoulli_, original)))
-    else:
-        _RESTORE.append(_RESTORE[-1])
+    _REPLACEMENT.begin()
 
 
 def restore_bernoulli() -> None:
     """Take back one call of :func:`replace_bernoulli`."""
-    restore = _RESTORE.pop()
-    if not _RESTORE:
-        restore()
-
-
-def missing_kernel() -> str:
-    """Return why there is no kernel on this machine, "" if there is one; the first call builds it."""
-    cpu = torch.device("cpu")
-    if cpu_target() == "DEFAULT":
-        return "the processor has no AVX2"
-    if KERNELS.serves(cpu):
-        return ""
-    if KERNELS.state(cpu) == "switched off":
-        return "LIGHTNING_ACCEL_NATIVE=0 switches native kernels off"
-    return "it cannot be built, for the reason that a warning has given"
+    _REPLACEMENT.end()
 
 
 def _bernoulli_(original: Any, keys: Any, x: Tensor, p: float = 0.5, *, generator: Generator | None = None) -> Tensor:
@@ -68,6 +47,13 @@ def _bernoulli_(original: Any, keys: Any, x: Tensor, p: float = 0.5, *, generato
     seed = torch.empty(1, dtype=torch.int64, device="cpu").random_(generator=generator)
     torch.ops.lightning_accel_native.bernoulli_.default(x, p, seed)
     return x
+
+
+def _make() -> Callable[..., Tensor]:
+    return functools.partial(_bernoulli_, torch.library.get_kernel("aten::bernoulli_.float", "CPU"))
+
+
+_REPLACEMENT = Replacement("bernoulli_.float", "CPU", _make)
 
 
 def _fake(x: Tensor, p: float, seed: Tensor) -> None:

@@ -11,10 +11,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_accel._private.torch import replace_cpu_kernel
 from lightning_accel.ops.native_build import BuildError, cached_library, cpu_target, cuda_target, library_path
 from lightning_accel.ops.renames import renamed_arguments
 
@@ -200,3 +202,40 @@ def check_one_device(**tensors: Tensor | None) -> None:
     if len(set(devices.values())) > 1:
         found = ", ".join(f"{name} on {device}" for name, device in devices.items())
         raise ValueError(f"tensors must be on one device; got {found}. Call .to(device)")
+
+
+def missing_kernel() -> str:
+    """Return why no kernel can replace torch's on this machine's CPU, "" if one can; the first call builds it."""
+    cpu = torch.device("cpu")
+    if cpu_target() == "DEFAULT":
+        return "the processor has no AVX2"
+    if KERNELS.serves(cpu):
+        return ""
+    if KERNELS.state(cpu) == "switched off":
+        return "LIGHTNING_ACCEL_NATIVE=0 switches native kernels off"
+    return "it cannot be built, for the reason that a warning has given"
+
+
+class Replacement:
+    """Replace the kernel of an operation of torch on the CPU, in this process, while anyone wants it.
+
+    Args:
+        operation: name and overload of the operation in the namespace aten.
+        key: dispatch key of the kernel that is replaced.
+        make: function that returns the replacement, which torch calls with a set of dispatch keys and the arguments.
+    """
+
+    def __init__(self, operation: str, key: str, make: Callable[[], Callable[..., Any]]) -> None:
+        self._operation, self._key, self._make = operation, key, make
+        self._restorers: list[Callable[[], None]] = []  # one for all users, or none
+
+    def begin(self) -> None:
+        """Replace the kernel until as many calls of :meth:`end` have followed."""
+        restore = self._restorers[-1] if self._restorers else None
+        self._restorers.append(restore or replace_cpu_kernel(self._operation, self._make(), self._key))
+
+    def end(self) -> None:
+        """Take back one call of :meth:`begin`."""
+        restore = self._restorers.pop()
+        if not self._restorers:
+            restore()

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_accel.ops.bernoulli import missing_kernel
+from lightning_accel.ops.native import missing_kernel
 from lightning_accel.tuning.project import Changes
 
 Kind = Literal["equal", "exact", "random", "rounding", "learned"]
@@ -61,6 +61,8 @@ def factors_for(facts: Mapping[str, Any], wait_share: float) -> Iterator[Factor 
     yield from device_settings(facts, is_cuda)
     if not is_cuda:
         yield _dropout(facts)
+        yield _native_attention(facts)
+    yield deferred_weights(facts)
     if facts["num_fusible_rnns"] and not is_cuda:
         yield speedup("fused_rnn", "rnn", "exact", fused_rnn=True)
     else:
@@ -102,6 +104,14 @@ def channels_last(facts: Mapping[str, Any]) -> Factor | Refusal:
     return Refusal("channels_last", "the model has no 2D convolution")
 
 
+def deferred_weights(facts: Mapping[str, Any]) -> Factor | Refusal:
+    """Return attention weights that are computed where they are used, or why there are none."""
+    name = "defer_attention_weights"
+    if facts["num_deferrable_attentions"]:
+        return speedup(name, name, "exact", defer_attention_weights=True)
+    return Refusal(name, "the model calls no nn.MultiheadAttention without dropout itself")
+
+
 def precisions(facts: Mapping[str, Any], is_cuda: bool) -> Iterator[Factor | Refusal]:
     """Yield precisions with fewer digits."""
     if facts["precision"] != "32-true":
@@ -123,7 +133,7 @@ def precisions(facts: Mapping[str, Any], is_cuda: bool) -> Iterator[Factor | Ref
 
 
 def attention(facts: Mapping[str, Any], is_cuda: bool) -> Iterator[Factor | Refusal]:
-    """Yield backends of attention; on the CPU with bfloat16 alone, since in float32 torch's choice is the faster."""
+    """Yield backends of torch; on the CPU with bfloat16 alone, since in float32 torch's choice is the faster."""
     if not facts["has_attention"]:
         yield Refusal("attention", "no layer of the model has attention in its name")
     elif is_cuda:
@@ -185,6 +195,15 @@ def _dropout(facts: Mapping[str, Any]) -> Factor | Refusal:
     if reason := missing_kernel():
         return Refusal("native_dropout", reason)
     return speedup("native_dropout", "dropout", "random", native_dropout=True)
+
+
+def _native_attention(facts: Mapping[str, Any]) -> Factor | Refusal:
+    if not facts["has_attention"]:
+        return Refusal("attention=native", "no layer of the model has attention in its name")
+    if reason := missing_kernel():
+        return Refusal("attention=native", reason)
+    kind: Kind = "random" if facts["has_dropout"] else "exact"
+    return speedup("attention=native", "attention", kind, attention="native")
 
 
 def _loaders(facts: Mapping[str, Any], wait_share: float, is_cuda: bool) -> Iterator[Factor | Refusal]:

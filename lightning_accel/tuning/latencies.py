@@ -12,6 +12,7 @@ from lightning_accel.tuning.factors import (
     attention,
     channels_last,
     compilations,
+    deferred_weights,
     device_settings,
     precisions,
     speedup,
@@ -61,7 +62,7 @@ def latency_factors_for(facts: Mapping[str, Any]) -> Iterator[Factor | Refusal]:
     is_cuda = facts["device"] == "cuda"
     found = chain(
         device_settings(facts, is_cuda),
-        [channels_last(facts)],
+        [channels_last(facts), deferred_weights(facts)],
         precisions(facts, is_cuda),
         _attention(facts, is_cuda),
         compilations(facts),

@@ -20,6 +20,7 @@ from lightning_accel.callbacks.speedups import blocks_of, called_children, has_f
 from lightning_accel.data.batched_fetch import why_by_sample
 from lightning_accel.measure import PeakMemory, batch_size_of
 from lightning_accel.measure.machine import Machine, describe_machine
+from lightning_accel.nn.deferred_weights import is_deferrable
 from lightning_accel.nn.recurrent.fused import is_fusible
 from lightning_accel.precision.float8 import why_not_float8
 from lightning_accel.strategies import AccelDDPStrategy, FullyShardedStrategy, find_blocks
@@ -137,6 +138,7 @@ def model_facts_of(trainer: L.Trainer, module: L.LightningModule) -> dict[str, A
         "num_parameters": sum(parameter.numel() for parameter in module.parameters()),
         "num_conv2d": sum(isinstance(layer, nn.Conv2d | nn.ConvTranspose2d) for layer in module.modules()),
         "has_attention": any("attention" in type(layer).__name__.lower() for layer in module.modules()),
+        "num_deferrable_attentions": _num_deferrable_attentions(module),
         "num_children": len(called_children(module)),
         "num_blocks": len(blocks_of(module)),
         "code": imported_code(),
@@ -200,6 +202,13 @@ def _has_bfloat16_units(machine: Machine, device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return bool({"AVX512-BF16", "AMX-BF16"} & set(machine.instruction_sets))
+
+
+def _num_deferrable_attentions(module: nn.Module) -> int:
+    """Count layers that defer weights, without those of torch's transformers, which ask for none."""
+    transformers = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+    inner = {one for layer in module.modules() if isinstance(layer, transformers) for one in layer.modules()}
+    return sum(is_deferrable(layer) for layer in module.modules() if layer not in inner)
 
 
 def _num_fusible_convolutions(module: nn.Module) -> int:

@@ -18,6 +18,7 @@ from torch_geometric.nn import GINConv, SAGEConv, global_add_pool
 from lightning_accel._private.torch import compiled_call, dataset_of, plain_call, set_compiled_call
 from lightning_accel.callbacks import ExactResume, Speedups, speedups
 from lightning_accel.callbacks.speedups import called_children
+from lightning_accel.ops import attention
 from lightning_accel.ops.native import KERNELS
 
 pytestmark = pytest.mark.filterwarnings(
@@ -263,6 +264,36 @@ def test_native_dropout_needs_a_kernel(vectors, monkeypatch):
         fit(native_dropout=True)
 
 
+class Attending(Net):
+    def __init__(self):
+        super().__init__()
+        self.features = nn.MultiheadAttention(16, 2)
+
+    def training_step(self, batch, batch_idx):
+        x = torch.linspace(-1, 1, 480).view(10, 3, 16)
+        out, _ = self.features(x, x, x)
+        loss = out.square().sum()
+        self.losses.append(loss.item())
+        return loss
+
+
+def test_attention_is_native_and_defers_weights_until_the_run_ends(vectors, monkeypatch):
+    served, is_served = [], attention._is_served
+    monkeypatch.setattr(attention, "_is_served", lambda *args: served.append(is_served(*args)) or served[-1])
+    plain = fit(kind=Attending).losses
+    assert fit(kind=Attending, attention="native").losses == plain  # weights are asked for
+    assert not served
+    module = fit(kind=Attending, attention="native", defer_attention_weights=True)
+    assert served == [True] * len(plain)
+    torch.testing.assert_close(torch.tensor(module.losses), torch.tensor(plain), rtol=1e-4, atol=1e-6)
+    module.training_step(None, 0)
+    assert len(served) == len(plain)
+    assert "forward" not in vars(module.features)
+    monkeypatch.setattr(attention, "missing_kernel", lambda: "a reason")
+    with pytest.raises(RuntimeError, match=r"attention has no native kernel: a reason\. .* another attention"):
+        fit(kind=Attending, attention="native")
+
+
 @pytest.mark.slow
 def test_compiled_layers_draw_natively_too(vectors):
     torch._dynamo.reset()
@@ -288,7 +319,7 @@ def test_another_machine_is_warned_of():
     ("options", "message"),
     [
         ({"threads": 0}, "threads must be at least 1; got 0"),
-        ({"attention": "flash"}, "attention must be one of math, efficient, cudnn; got 'flash'"),
+        ({"attention": "flash"}, "attention must be one of native, math, efficient, cudnn; got 'flash'"),
         ({"num_workers": -1}, "num_workers must be at least 0; got -1"),
         ({"compile_mode": "max-autotune"}, "compile_mode='max-autotune' needs compile"),
         (

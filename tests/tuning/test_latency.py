@@ -15,7 +15,8 @@ from tests.tuning import foreign_run
 from tests.tuning.test_search import FACTS, World, names, run
 
 SERVED = {name: FACTS[name] for name in ("device", "precision", "world_size", "threads", "cores", "bfloat16_units")} | {
-    "code": FACTS["code"], "num_conv2d": 3, "has_attention": False, "num_children": 1, "num_blocks": 4,
+    "code": FACTS["code"], "num_conv2d": 3, "has_attention": False, "num_deferrable_attentions": 0,
+    "num_children": 1, "num_blocks": 4,
     "planned_steps": None, "stage": "predict",
 }  # fmt: skip
 
@@ -95,6 +96,7 @@ def test_factors_are_those_of_a_model_in_use():
     assert everything == [*exact, *digits, "compile=children", "compile=blocks"]
     assert set(everything) - set(tried(bfloat16_units=False)) == set(digits)
     assert set(everything) - set(tried(num_conv2d=0)) == {"channels_last"}
+    assert set(tried(num_deferrable_attentions=1)) - set(everything) == {"defer_attention_weights"}
     assert set(tried(has_attention=True)) - set(everything) == {
         "attention=math",
         "precision=bf16-mixed with attention=math",

@@ -41,6 +41,7 @@ FACTS = {
     "num_conv2d": 3,
     "has_dropout": False,
     "has_attention": False,
+    "num_deferrable_attentions": 1,
     "num_fusible_rnns": 1,
     "num_fusible_convolutions": 1,
     "num_children": 1,
@@ -564,6 +565,7 @@ def test_factors_are_those_that_the_run_admits():
     assert {"compile=blocks", "threads=1", "num_workers=2", "channels_last", "fused_optimizer"} < everything
     assert everything - tried(num_conv2d=0) == {"channels_last"}
     assert everything - tried(num_fusible_rnns=0) == {"fused_rnn"}
+    assert everything - tried(num_deferrable_attentions=0) == {"defer_attention_weights"}
     assert everything - tried(num_fusible_convolutions=0) == {"fused_messages"}
     bfloat16 = {"precision=bf16-mixed", "Bfloat16Precision", "matmul_precision=medium"}
     assert everything - tried(bfloat16_units=False) == bfloat16
@@ -646,9 +648,25 @@ def test_dropout_is_replaced_where_there_is_any_and_a_kernel(monkeypatch):
     assert not found("", has_dropout=True, device="cuda")
 
 
+def test_native_attention_is_tried_on_the_cpu_and_draws_where_layers_drop(monkeypatch):
+    def found(reason="", **facts):
+        monkeypatch.setattr(factors, "missing_kernel", lambda: reason)
+        return [one for one in factors_for(FACTS | {"has_attention": True} | facts, 0.2) if one.name == name]
+
+    name = "attention=native"
+    changes = Changes(speedups={"attention": "native"})
+    assert found() == [factors.Factor(name, "attention", "exact", changes)]
+    assert found(has_dropout=True) == [factors.Factor(name, "attention", "random", changes)]
+    assert found("the processor has no AVX2") == [Refusal(name, "the processor has no AVX2")]
+    assert found(has_attention=False) == [Refusal(name, "no layer of the model has attention in its name")]
+    assert not found(device="cuda")
+
+
 def test_backends_of_attention_are_tried_where_torch_may_not_choose_the_fastest():
     def found(**facts):
-        return [one for one in factors_for(FACTS | {"has_attention": True} | facts, 0.2) if "attention" in one.name]
+        others = ("attention=native", "defer_attention_weights")
+        every = factors_for(FACTS | {"has_attention": True} | facts, 0.2)
+        return [one for one in every if "attention" in one.name and one.name not in others]
 
     mixed, master = found()
     assert {(one.group, one.kind) for one in (mixed, master)} == {("precision", "rounding")}
