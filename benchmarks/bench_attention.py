@@ -84,9 +84,8 @@ def main() -> None:
                 cells = " | ".join(f"{1e3 * statistics.median(times[name]):.2f}" for name in times)
                 options = ", ".join(["causal"] * causal + [f"dropout {dropout}"] * bool(dropout))
                 name = str(dtype).removeprefix("torch.")
-                print(
-                    f"| {', '.join(map(str, size))} | {name} | {options} | {cells} | {middle:.2f} ({low:.2f} to {high:.2f}) |"
-                )
+                ratio = f"{middle:.2f} ({low:.2f} to {high:.2f})"
+                print(f"| {', '.join(map(str, size))} | {name} | {options} | {cells} | {ratio} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,10 @@ With dropout, torch's ``scaled_dot_product_attention`` makes tensors of all pair
 kernel without such tensors (flash) takes no dropout, and its backward pass is slow in bfloat16. The kernel here
 computes blocks of scores that stay in the cache, and computes them again in the backward pass, with sums in float32.
 
-Dropout keeps the weight of a pair where a word of Philox4x32-10 (Salmon, Moraes, Dror and Shaw 2011, Parallel Random
-Numbers: As Easy as 1, 2, 3, https://doi.org/10.1145/2063384.2063405) is small enough, with a key that is drawn from
-torch's generator for each call. Equal seeds give equal masks on any number of threads.
+Dropout keeps the weight of a pair where 16 bits of Philox4x32-10 (Salmon, Moraes, Dror and Shaw 2011, Parallel Random
+Numbers: As Easy as 1, 2, 3, https://doi.org/10.1145/2063384.2063405) are small enough, with a key that is drawn from
+torch's generator for each call. Equal seeds give equal masks on any number of threads. Probabilities are rounded to
+multiples of 2^-16, and kept weights are divided by the rounded one.
 
 Shapes: B samples, H heads of queries, G heads of keys and values, L queries, S keys, D and V features.
 """
@@ -74,7 +75,7 @@ def _is_served(
         return False
     if any(x.dim() != 4 or x.numel() == 0 or is_traceable_wrapper_subclass(x) for x in (query, key, value)):
         return False
-    if query.dtype not in _DTYPES or not query.dtype == key.dtype == value.dtype or not 0 <= dropout < 1:
+    if query.dtype not in _DTYPES or not query.dtype == key.dtype == value.dtype or not 0 <= dropout <= 1 - 2**-16:
         return False
     (samples, heads, rows, features), (_, groups, columns, _) = query.shape, key.shape
     if key.shape != (samples, groups, columns, features) or value.shape[:3] != key.shape[:3]:

@@ -56,7 +56,7 @@ def with_gradients(out, inputs, seed=9):
 
 
 def assert_as_exact(found, expected, dtype):
-    bound = 1e-5 if dtype == torch.float32 else 2e-2
+    bound = 1e-5 if dtype == torch.float32 else 5e-2
     for name, one, exact in zip(("out", "query", "key", "value"), found, expected, strict=True):
         assert one.dtype == dtype
         torch.testing.assert_close(
@@ -118,13 +118,15 @@ def test_large_scores_overflow_nothing_and_what_is_not_finite_stays_so(replaced)
         assert out.isnan().sum() == V
 
 
-def kept_factors(seed, p, shape=(B, H, L, S)):
-    """Return the factors of the weights that the documentation states: 0 or 1 / (1 - p)."""
+def kept_factors(seed, p):
+    """Return the factors (B, H, L, S) of the weights: 0, or 1 divided by the share that is kept."""
     torch.manual_seed(seed)
     key = torch.empty(1, dtype=torch.int64).random_()
-    tiles = -(-shape[-1] // 128)
-    words = random_words(math.prod(shape[:-1]) * tiles * 128, key).view(*shape[:-1], tiles * 128)[..., : shape[-1]]
-    return (words < round((1 - p) * 2**32)).double() / (1 - p)
+    tiles, pairs = -(-S // 128), -(-L // 2)
+    words = random_words(B * H * pairs * tiles * 128, key).view(B, H, pairs, tiles * 128)[..., :S]
+    bits = torch.stack([words & 0xFFFF, words >> 16], dim=3).flatten(2, 3)[:, :, :L]
+    share = round((1 - p) * 2**16)
+    return (bits < share).double() * (2**16 / share)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

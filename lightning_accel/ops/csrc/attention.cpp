@@ -6,6 +6,9 @@
 // https://arxiv.org/abs/2307.08691); the backward pass computes them again, and draws the masks of dropout again, from
 // words whose counters depend on the position alone. All sums are in float32. Each is computed by one thread, in one
 // order: results do not depend on the number of threads.
+//
+// Dropout keeps a weight where 16 random bits are small enough. Probabilities are rounded to multiples of 2^-16, and the
+// factor of kept weights is that of the rounded one, so that means are exact; FlashAttention has 8 bits.
 
 #include "exponential.h"
 #include "philox_tile.h"
@@ -39,8 +42,8 @@ constexpr int kWidth = 8, kSums = 12;
 #else
 constexpr int kWidth = 4, kSums = 12;
 #endif
-constexpr int64_t kQueries = 48;           // of a block
-constexpr int64_t kKeys = kTile;           // of a block: each row of its mask is one tile of random words
+constexpr int64_t kQueries = 48;             // of a block
+constexpr int64_t kKeys = kTile;             // of a block: random words of two queries are one tile
 constexpr int64_t kStride = kKeys + kWidth;  // between rows of a block, no power of two, which the cache maps to few sets
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
@@ -174,7 +177,7 @@ struct Problem {
   const float* mask;
   int64_t mask_strides[4];
   uint64_t seed;
-  uint32_t last;  // random words up to it keep a weight
+  uint32_t last;  // random bits up to it keep a weight
   bool drops, causal;
   float scale, kept;  // kept weights are multiplied by `kept`
 
@@ -199,13 +202,11 @@ struct Problem {
     }
   }
 
-  // factors (kKeys) of the weights of one query and the keys from `start`: 0 or `kept`.
-  void draw(int64_t b, int64_t h, int64_t query, int64_t start, float* factors) const {
-    uint32_t words[kTile];
-    const int64_t tiles = (keys + kTile - 1) / kTile;
-    const int64_t tile = ((b * heads + h) * queries + query) * tiles + start / kTile;
+  // words (kTile) of a query, which is even, and the next one, and of the keys from `start`.
+  void draw(int64_t b, int64_t h, int64_t query, int64_t start, uint32_t* words) const {
+    const int64_t pairs = (queries + 1) / 2, tiles = (keys + kTile - 1) / kTile;
+    const int64_t tile = ((b * heads + h) * pairs + query / 2) * tiles + start / kTile;
     lightning_accel::random_tile(uint64_t(tile) * (kTile / 4), seed, words);
-    for (int64_t j = 0; j < kTile; ++j) factors[j] = words[j] <= last ? kept : 0.0f;
   }
 };
 
@@ -236,62 +237,75 @@ inline void exponentiate(float* row, int64_t n, float most, float factor) {
   }
 }
 
-// Runs `work(task)` of many tasks on all threads.
-template <typename F>
-void for_tasks(int64_t tasks, const F& work) {
-  torch::stable::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; ++task) work(task);
-  });
+// The factors of weights: 0 or `kept`. Its arguments are values, since compilers would read others after each store.
+inline void choose(const uint32_t* words, bool is_odd, uint32_t last, float kept, int64_t n, float* factors) {
+  const int shift = is_odd ? 16 : 0;
+  for (int64_t j = 0; j < n; ++j) factors[j] = ((words[j] >> shift) & 0xFFFFu) <= last ? kept : 0.0f;
 }
 
-// Statistics of a query, of which its weights are made again: its highest score, and 1 / (the sum of exponentials).
-template <typename T>
-void forward_head(const Problem& all, int64_t b, int64_t h, Head<const T> query, Head<const T> key, Head<const T> value,
-                  int64_t begin, int64_t end, Head<T> out, float* statistics) {
-  const int64_t d = all.features, width = padded(all.value_features), blocks = (all.keys + kKeys - 1) / kKeys;
-  std::vector<float> keys(blocks * d * kStride), values(all.keys * width), q(kQueries * d);
-  std::vector<float> scores(kQueries * kStride), sums(kQueries * width);
-  copy_transposed(key, all.keys, d, keys.data());
-  copy_rows(value, 0, all.keys, all.value_features, 1.0f, values.data(), width);
-  for (int64_t first = begin; first < end; first += kQueries) {
-    const int64_t rows = std::min(kQueries, end - first);
-    float most[kQueries], total[kQueries] = {};
-    std::fill_n(most, kQueries, -kInfinity);
-    std::fill(sums.begin(), sums.end(), 0.0f);
-    copy_rows(query, first, rows, d, all.scale, q.data(), d);
-    for (int64_t start = 0; start < all.num_keys(first, rows); start += kKeys) {
-      const int64_t count = std::min(kKeys, all.keys - start), columns = padded(count);
-      for (int64_t i = 0; i < rows; ++i) std::fill_n(scores.data() + i * kStride, columns, 0.0f);
-      multiply(rows, columns, d, {q.data(), d, 1}, keys.data() + start * d / kKeys * kStride, kStride, scores.data(),
-               kStride);
-      all.add_masks(b, h, first, rows, start, count, scores.data());
+// What a thread of the forward pass holds of the keys and values of one head. Statistics of a query, of which its
+// weights are made again: its highest score, and 1 / (the sum of exponentials).
+struct Forward {
+  const Problem& all;
+  const int64_t d, width;
+  std::vector<float> keys, values;       // of all keys
+  std::vector<float> q, scores, sums;    // of a block
+
+  explicit Forward(const Problem& all)
+      : all(all), d(all.features), width(padded(all.value_features)),
+        keys((all.keys + kKeys - 1) / kKeys * d * kStride), values(all.keys * width), q(kQueries * d),
+        scores(kQueries * kStride), sums(kQueries * width) {}
+
+  template <typename T>
+  void run(int64_t b, int64_t h, Head<const T> query, Head<const T> key, Head<const T> value, int64_t begin, int64_t end,
+           Head<T> out, float* statistics) {
+    copy_transposed(key, all.keys, d, keys.data());
+    copy_rows(value, 0, all.keys, all.value_features, 1.0f, values.data(), width);
+    for (int64_t first = begin; first < end; first += kQueries) {
+      const int64_t rows = std::min(kQueries, end - first);
+      float most[kQueries], total[kQueries] = {};
+      std::fill_n(most, kQueries, -kInfinity);
+      std::fill(sums.begin(), sums.end(), 0.0f);
+      copy_rows(query, first, rows, d, all.scale, q.data(), d);
+      for (int64_t start = 0; start < all.num_keys(first, rows); start += kKeys)
+        add_block(b, h, first, rows, start, most, total);
       for (int64_t i = 0; i < rows; ++i) {
-        float* row = scores.data() + i * kStride;
-        const float before = most[i], now = std::max(before, largest(row, columns));
-        const bool none = now == -kInfinity;  // no key yet; scores that are NaN stay so
-        most[i] = now;
-        exponentiate(row, columns, none ? 0.0f : now, 1.0f);
-        const float fade = before == now ? 1.0f : std::exp(before - now);
-        total[i] = total[i] * fade + sum_of(row, columns);
-        if (fade != 1.0f)
-          for (int64_t f = 0; f < width; ++f) sums[i * width + f] *= fade;
-        if (all.drops) {
-          float factors[kKeys];
-          all.draw(b, h, first + i, start, factors);
-          for (int64_t j = 0; j < columns; ++j) row[j] *= factors[j];
-        }
+        const float factor = total[i] == 0.0f ? 0.0f : 1.0f / total[i];
+        T* to = out.row(first + i);
+        for (int64_t f = 0; f < all.value_features; ++f) store(sums[i * width + f] * factor, to + f);
+        statistics[2 * (first + i)] = most[i] == -kInfinity ? 0.0f : most[i];
+        statistics[2 * (first + i) + 1] = factor;
       }
-      multiply(rows, width, count, {scores.data(), kStride, 1}, values.data() + start * width, width, sums.data(), width);
-    }
-    for (int64_t i = 0; i < rows; ++i) {
-      const float factor = total[i] == 0.0f ? 0.0f : 1.0f / total[i];
-      T* to = out.row(first + i);
-      for (int64_t f = 0; f < all.value_features; ++f) store(sums[i * width + f] * factor, to + f);
-      statistics[2 * (first + i)] = most[i] == -kInfinity ? 0.0f : most[i];
-      statistics[2 * (first + i) + 1] = factor;
     }
   }
-}
+
+  void add_block(int64_t b, int64_t h, int64_t first, int64_t rows, int64_t start, float* most, float* total) {
+    const int64_t count = std::min(kKeys, all.keys - start), columns = padded(count);
+    for (int64_t i = 0; i < rows; ++i) std::fill_n(scores.data() + i * kStride, columns, 0.0f);
+    multiply(rows, columns, d, {q.data(), d, 1}, keys.data() + start * d / kKeys * kStride, kStride, scores.data(),
+             kStride);
+    all.add_masks(b, h, first, rows, start, count, scores.data());
+    uint32_t words[kTile];
+    for (int64_t i = 0; i < rows; ++i) {
+      float* row = scores.data() + i * kStride;
+      const float before = most[i], now = std::max(before, largest(row, columns));
+      const bool none = now == -kInfinity;  // no key yet; scores that are NaN stay so
+      most[i] = now;
+      exponentiate(row, columns, none ? 0.0f : now, 1.0f);
+      const float fade = before == now ? 1.0f : std::exp(before - now);
+      total[i] = total[i] * fade + sum_of(row, columns);
+      if (fade != 1.0f)
+        for (int64_t f = 0; f < width; ++f) sums[i * width + f] *= fade;
+      if (all.drops) {
+        if (i % 2 == 0) all.draw(b, h, first + i, start, words);
+        float factors[kKeys];
+        choose(words, i % 2, all.last, all.kept, columns, factors);
+        for (int64_t j = 0; j < columns; ++j) row[j] *= factors[j];
+      }
+    }
+    multiply(rows, width, count, {scores.data(), kStride, 1}, values.data() + start * width, width, sums.data(), width);
+  }
+};
 
 // What a thread of the backward pass holds of the keys and values of one head.
 struct Backward {
@@ -350,12 +364,14 @@ struct Backward {
     multiply(rows, columns, v, {grads.data(), value_width, 1}, transposed_values.data() + start * v / kKeys * kStride,
              kStride, d_scores.data(), kStride);
     all.add_masks(b, h, first, rows, start, count, weights.data());
+    uint32_t words[kTile];
     for (int64_t i = 0; i < rows; ++i) {
       float *row = weights.data() + i * kStride, *d_row = d_scores.data() + i * kStride;
       exponentiate(row, columns, statistics[2 * (first + i)], statistics[2 * (first + i) + 1]);
       if (all.drops) {
+        if (i % 2 == 0) all.draw(b, h, first + i, start, words);
         float factors[kKeys];
-        all.draw(b, h, first + i, start, factors);
+        choose(words, i % 2, all.last, all.kept, columns, factors);
         for (int64_t j = 0; j < columns; ++j) {
           d_row[j] = row[j] * (d_row[j] * factors[j] - inner[i]);
           row[j] *= factors[j];
@@ -404,14 +420,14 @@ Problem problem_of(const Tensor& query, const Tensor& key, const Tensor& value, 
     all.mask = static_cast<const float*>(mask->const_data_ptr());
     for (int i = 0; i < 4; ++i) all.mask_strides[i] = mask->stride(i);
   }
-  const int64_t kept = std::llround((1.0 - dropout) * 4294967296.0);  // words that keep a weight
+  const int64_t kept = std::llround((1.0 - dropout) * 65536.0);  // values of 16 bits that keep a weight
   all.drops = dropout > 0;
   if (all.drops) {
     STD_TORCH_CHECK(seed && seed->is_cpu() && seed->scalar_type() == ScalarType::Long && seed->numel() == 1 && kept > 0,
-                    "dropout must be below 1, and needs a seed (1,) int64, on the CPU");
+                    "dropout must be below 1 - 2^-17, and needs a seed (1,) int64, on the CPU");
     all.seed = uint64_t(*static_cast<const int64_t*>(seed->const_data_ptr()));
     all.last = uint32_t(kept - 1);
-    all.kept = float(1.0 / (1.0 - dropout));
+    all.kept = float(65536.0 / double(kept));
   }
   all.causal = causal;
   all.scale = float(scale);
@@ -432,13 +448,15 @@ void run_forward(const Problem& all, const Tensor& query, const Tensor& key, con
   const int64_t heads = all.samples * all.heads, blocks = (all.queries + kQueries - 1) / kQueries;
   // few heads are split, so that no thread is idle; each part prepares the keys again
   const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(blocks, 4 * torch::stable::get_num_threads() / heads));
-  for_tasks(heads * parts, [&](int64_t task) {
-    const int64_t head = task / parts, b = head / all.heads, h = head % all.heads, g = h / (all.heads / all.groups);
-    const int64_t part = task % parts;
-    const int64_t begin = part * blocks / parts * kQueries;
-    const int64_t end = std::min(all.queries, (part + 1) * blocks / parts * kQueries);
-    forward_head<T>(all, b, h, q.at(b, h), k.at(b, g), v.at(b, g), begin, end, to.at(b, h),
-                    statistics + head * all.queries * 2);
+  torch::stable::parallel_for(0, heads * parts, 1, [&](int64_t from, int64_t until) {
+    Forward pass(all);
+    for (int64_t task = from; task < until; ++task) {
+      const int64_t head = task / parts, b = head / all.heads, h = head % all.heads, g = h / (all.heads / all.groups);
+      const int64_t part = task % parts;
+      const int64_t begin = part * blocks / parts * kQueries;
+      const int64_t end = std::min(all.queries, (part + 1) * blocks / parts * kQueries);
+      pass.run<T>(b, h, q.at(b, h), k.at(b, g), v.at(b, g), begin, end, to.at(b, h), statistics + head * all.queries * 2);
+    }
   });
 }
 
@@ -449,14 +467,16 @@ void run_backward(const Problem& all, const Tensor& grad, const Tensor& query, c
   const auto g_out = read<T>(grad), q = read<T>(query), k = read<T>(key), v = read<T>(value), o = read<T>(out);
   const auto d_q = write<T>(d_query), d_k = write<T>(d_key), d_v = write<T>(d_value);
   const int64_t shared = all.heads / all.groups;
-  for_tasks(all.samples * all.groups, [&](int64_t task) {
-    const int64_t b = task / all.groups, g = task % all.groups;
+  torch::stable::parallel_for(0, all.samples * all.groups, 1, [&](int64_t from, int64_t until) {
     Backward pass(all);
-    pass.enter<T>(k.at(b, g), v.at(b, g));
-    for (int64_t h = g * shared; h < (g + 1) * shared; ++h)
-      pass.add<T>(b, h, q.at(b, h), o.at(b, h), g_out.at(b, h), statistics + (b * all.heads + h) * all.queries * 2,
-                  d_q.at(b, h));
-    pass.leave<T>(d_k.at(b, g), d_v.at(b, g));
+    for (int64_t task = from; task < until; ++task) {
+      const int64_t b = task / all.groups, g = task % all.groups;
+      pass.enter<T>(k.at(b, g), v.at(b, g));
+      for (int64_t h = g * shared; h < (g + 1) * shared; ++h)
+        pass.add<T>(b, h, q.at(b, h), o.at(b, h), g_out.at(b, h), statistics + (b * all.heads + h) * all.queries * 2,
+                    d_q.at(b, h));
+      pass.leave<T>(d_k.at(b, g), d_v.at(b, g));
+    }
   });
 }
 
