@@ -39,6 +39,7 @@ REPLACED = {
     "cli/command.py": {"configure_optimizers": "LightningCLI does so, and ours knows the length of the run"},
     "compress/quantization/fake_quant.py": {"forward": "hooks cannot replace a weight, and wrappers would rename it"},
     "compress/uncompiled.py": {"__call__": "Module.compile cannot be undone"},
+    "nn/deferred_weights.py": {"forward": "hooks see weights when they are computed, and a new class loses the place"},
     "nn/message_passing.py": {"propagate": "hooks see messages when they are computed, and cannot stand in for them"},
     "nn/recurrent/fused.py": {"forward": "another layer would lose its hooks and its place, a class its methods"},
     "strategies/data_parallel.py": {"log": "replicas log from threads, once for all"},

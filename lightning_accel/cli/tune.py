@@ -29,6 +29,7 @@ def fit_config(
     import yaml
 
     from lightning_accel.cli.bare_run import BareRun
+    from lightning_accel.cli.errors import UsageError, explain, require_config_files
     from lightning_accel.tuning.project import fit_isolated
     from lightning_accel.tuning.serving import serve_isolated
 
@@ -36,7 +37,11 @@ def fit_config(
     overlay.write_text(yaml.safe_dump(changes.config()))
     command = ["fit", *arguments, f"--config={overlay}", f"--seed_everything={seed}"]
     run = serve_isolated if serves else fit_isolated
-    BareRun(command, callbacks, partial(run, folder=folder), loads_weights=serves)
+    require_config_files(arguments)
+    try:
+        BareRun(command, callbacks, partial(run, folder=folder), loads_weights=serves)
+    except argparse.ArgumentError as error:
+        raise UsageError(explain(error.message)) from error
 
 
 def run_tune(arguments: Sequence[str]) -> int:
@@ -100,17 +105,20 @@ def _interrupted_once(received: list[int]) -> Iterator[None]:
 
 
 def _tune(own: argparse.Namespace, of_fit: list[str]) -> int:
+    from lightning_accel.cli.errors import UsageError, require_config_files
     from lightning_accel.tuning import TrialError, tune
-    from lightning_accel.tuning.writing import AIMS, claim
+    from lightning_accel.tuning.variant import UnusableRunError
+    from lightning_accel.tuning.writing import claim, why_nothing
 
     try:
+        require_config_files(of_fit)
         outcome = tune(of_fit, own.budget, own.output, own.goal, [name for name in own.allow.split(",") if name])
-    except (ModuleNotFoundError, OSError, TrialError, ValueError) as error:
+    except (ModuleNotFoundError, OSError, TrialError, UsageError, ValueError) as error:
         print(f"lightning-accel tune: error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, UnusableRunError | UsageError | ValueError) else 1
     report = Path(own.output) / "report.md"
     if not outcome.is_faster:
-        print(f"nothing {AIMS[own.goal]} by more than the interval; see {report}")
+        print(f"{why_nothing(outcome)}; see {report}")
         return 0
     stage = outcome.facts.get("stage", "fit")
     print(f"{claim(outcome)}; see {report}. {'Train' if stage == 'fit' else 'Use it'} with")

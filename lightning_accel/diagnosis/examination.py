@@ -28,6 +28,7 @@ from lightning_accel.measure import (
     MemoryUse,
     Step,
     StepParts,
+    bad_loss_of,
     batch_size_of,
     isolate,
     part_times,
@@ -67,6 +68,7 @@ class Examined:
         training_in_validation: names of dropouts and batch norms that were in train mode there.
         unused: names of parameters that have no gradient after the backward pass.
         float64: names of parameters and of places in the batch that are float64.
+        bad_loss: what is wrong with the loss of the first batch, "" if nothing is.
         module: the module, as the last batch left it.
         loader_facts: settings of the training DataLoaders.
         log_every_n_steps: the Trainer's.
@@ -110,6 +112,7 @@ class Examined:
     training_in_validation: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     float64: list[str] = field(default_factory=list)
+    bad_loss: str = ""
     loader_facts: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -213,8 +216,10 @@ class _Examination(L.Callback):
     ) -> None:
         assert self.found is not None
         self.seen += 1
-        if self.seen == 1 and self.compiled is not None:
-            self.compiled.stop()
+        if self.seen == 1:
+            self.found.bad_loss = bad_loss_of(pl_module, outputs)
+            if self.compiled is not None:
+                self.compiled.stop()
         if self.profiler is not None and self.seen == self.profile_until:
             self.profiler.stop()
             self.tree = CallTree(self.profiler)

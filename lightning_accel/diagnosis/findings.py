@@ -47,6 +47,7 @@ def find_slowness(seen: Examined, machine: Machine, rates: Rates) -> list[Findin
     """
     parts = part_times(seen.steps)
     found = [
+        *_bad_loss(seen),
         *_slow_loader(seen, parts, machine),
         *_unpinned(seen, rates),
         *_host_syncs(seen),
@@ -65,7 +66,13 @@ def find_slowness(seen: Examined, machine: Machine, rates: Rates) -> list[Findin
         *_training_in_validation(seen),
         *_narrow_widths(seen, machine),
     ]
-    return sorted(found, key=lambda finding: -finding.cost_ms)
+    return sorted(found, key=lambda finding: (finding.name != "bad loss", -finding.cost_ms))
+
+
+def _bad_loss(seen: Examined) -> Iterator[Finding]:
+    if seen.bad_loss:
+        mend = "return a finite loss from training_step; nothing else is worth mending before"
+        yield Finding("bad loss", f"in the first batch, {seen.bad_loss}", 0.0, mend)
 
 
 def _slow_loader(seen: Examined, parts: dict[str, float], machine: Machine) -> Iterator[Finding]:
@@ -76,12 +83,15 @@ def _slow_loader(seen: Examined, parts: dict[str, float], machine: Machine) -> I
     alone = "" if seen.loading_ms is None else f"; alone it takes {seen.loading_ms:.3g} ms a batch"
     most = max(int(machine.cores) // seen.world_size, 1)
     if not workers:
-        mend = f"num_workers=1 to {most}, persistent_workers=True; or prepare samples once, ahead"
+        mend = (
+            f"num_workers=1 to {most}, persistent_workers=True, where a batch takes longer to load than to send from "
+            "another process; or prepare samples once, ahead (tune measures what workers bring)"
+        )
     elif workers > most:
         mend = f"num_workers={most}: {workers} workers share {machine.cores:g} cores with the training"
     else:
         mend = "prepare samples once, ahead, or make __getitem__ faster; more workers where there are more cores"
-    what = f"the loader, with {workers} workers, is slower than the model: {parts['data'] / step:.0%} of a step{alone}"
+    what = f"the run waits for data {parts['data'] / step:.0%} of a step; the loader has {workers} workers{alone}"
     yield Finding("slow loader", what, parts["data"], mend)
 
 

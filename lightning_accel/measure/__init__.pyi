@@ -18,5 +18,6 @@ from lightning_accel.measure.step_parts import Segment as Segment
 from lightning_accel.measure.step_parts import Step as Step
 from lightning_accel.measure.step_parts import StepParts as StepParts
 from lightning_accel.measure.step_parts import action_times as action_times
+from lightning_accel.measure.step_parts import bad_loss_of as bad_loss_of
 from lightning_accel.measure.step_parts import batch_size_of as batch_size_of
 from lightning_accel.measure.step_parts import part_times as part_times

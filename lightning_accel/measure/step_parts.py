@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from lightning import LightningModule
 from lightning.pytorch.profilers import Profiler
 from torch import Tensor
 
@@ -234,3 +235,18 @@ def batch_size_of(batch: Any) -> int | None:
     elif not isinstance(batch, list | tuple):
         return None
     return next((size for each in batch if (size := batch_size_of(each)) is not None), None)
+
+
+def bad_loss_of(module: LightningModule, outputs: Any) -> str:
+    """Return what is wrong with the loss of a step, from the outputs that callbacks get; "" if nothing is.
+
+    With manual optimization, no loss is expected.
+    """
+    if not module.automatic_optimization:
+        return ""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    if not isinstance(loss, Tensor):
+        return "training_step returns no loss, so that nothing is trained"
+    if torch.isfinite(loss).all():
+        return ""
+    return f"the loss is {loss.item()}; Trainer(detect_anomaly=True) names the operation where that begins"

@@ -68,20 +68,20 @@ def _forward(
     kind = query.device.type
     modes = torch.is_grad_enabled(), torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
     weights = torch.empty(0).as_subclass(_DeferredWeights)
-    weights.compute = cache(partial(_compute, run, used, _changes(used), *modes))
+    weights.make = cache(partial(_compute, run, used, _changes(used), *modes))
     return run(need_weights=False)[0], weights
 
 
 class _DeferredWeights(Tensor):
     """Stand for a tensor that is computed when anything is done with it."""
 
-    compute: Callable[[], Tensor]
+    make: Callable[[], Tensor]
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = tree_map_only(_DeferredWeights, lambda weights: weights.compute(), (args, kwargs or {}))
+        args, kwargs = tree_map_only(_DeferredWeights, lambda weights: weights.make(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
 

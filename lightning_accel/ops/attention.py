@@ -12,14 +12,17 @@ multiples of 2^-16, and kept weights are divided by the rounded one.
 Shapes: B samples, H heads of queries, G heads of keys and values, L queries, S keys, D and V features.
 """
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.flop_counter import register_flop_formula
 
+from lightning_accel._private.torch import is_traceable_wrapper_subclass
 from lightning_accel.ops.native import KERNELS, Replacement, check_one_device, missing_kernel
 
+Shape = tuple[int, ...]
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -72,6 +75,8 @@ def _is_served(
 ) -> bool:
     """Return whether the kernel computes a call; what is no valid call is not served, so that torch's errors appear."""
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))):
+        return False
+    if torch.compiler.is_exporting() or not KERNELS.serves(query.device):  # programs run where there is no kernel
         return False
     if any(x.dim() != 4 or x.numel() == 0 or is_traceable_wrapper_subclass(x) for x in (query, key, value)):
         return False
@@ -140,8 +145,20 @@ def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     return (*gradients, None, None, None, None, None)
 
 
+def _count_flops(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
+    """Count two operations for each term of the products of all queries and keys, masked ones included."""
+    return 2 * math.prod(query[:3]) * key[2] * (query[3] + value[3])
+
+
+def _count_backward_flops(grad: Shape, query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
+    """Count scores that are computed again, and the two products for the gradients of each of the two."""
+    return 2 * math.prod(query[:3]) * key[2] * (3 * query[3] + 2 * value[3])
+
+
 @KERNELS.on_load
 def _register() -> None:
     torch.library.register_fake("lightning_accel_native::attention", _fake)
     torch.library.register_fake("lightning_accel_native::attention_backward", _fake_backward)
     torch.library.register_autograd("lightning_accel_native::attention", _backward, setup_context=_setup)
+    register_flop_formula(torch.ops.lightning_accel_native.attention)(_count_flops)
+    register_flop_formula(torch.ops.lightning_accel_native.attention_backward)(_count_backward_flops)

@@ -62,7 +62,8 @@ def factors_for(facts: Mapping[str, Any], wait_share: float) -> Iterator[Factor 
     if not is_cuda:
         yield _dropout(facts)
         yield _native_attention(facts)
-    yield deferred_weights(facts)
+    else:
+        yield deferred_weights(facts)
     if facts["num_fusible_rnns"] and not is_cuda:
         yield speedup("fused_rnn", "rnn", "exact", fused_rnn=True)
     else:
@@ -203,7 +204,11 @@ def _native_attention(facts: Mapping[str, Any]) -> Factor | Refusal:
     if reason := missing_kernel():
         return Refusal("attention=native", reason)
     kind: Kind = "random" if facts["has_dropout"] else "exact"
-    return speedup("attention=native", "attention", kind, attention="native")
+    if facts["num_deferrable_attentions"]:  # which the kernel does not reach otherwise; without it, torch's is slower
+        name, deferred = "attention=native with defer_attention_weights", {"defer_attention_weights": True}
+    else:
+        name, deferred = "attention=native", {}
+    return speedup(name, "attention", kind, attention="native", **deferred)
 
 
 def _loaders(facts: Mapping[str, Any], wait_share: float, is_cuda: bool) -> Iterator[Factor | Refusal]:

@@ -33,8 +33,11 @@ class Journal:
         self.seconds = 0.0
         text = path.read_bytes() if path.exists() else b""
         whole = text[: text.rfind(b"\n") + 1]  # the last line may be incomplete
-        if entries := _entries_of(whole, path):
+        entries = _entries_of(whole, path)
+        if len(entries) > 1:
             require_same(entries[0]["identity"], identity, path.parent)
+        elif entries and entries[0]["identity"] != identity:  # of a run that has measured nothing
+            entries, whole = [], b""
         cut = set()
         for entry in entries[1:]:
             name = entry["name"]

@@ -92,6 +92,7 @@ class Outcome:
         goal: ``speed``, ``memory`` or ``latency``.
         latency: of one sample as the model was given, where that is the goal.
         peak_bytes: memory that training needs as it was given, in all its processes.
+        is_compared: whether what the chosen changes compute was compared; False if the search was interrupted before.
     """
 
     facts: dict[str, Any] = field(default_factory=dict)
@@ -107,6 +108,7 @@ class Outcome:
     goal: Goal = "speed"
     latency: Latency | None = None
     peak_bytes: int = 0
+    is_compared: bool = True
 
     @property
     def is_faster(self) -> bool:
@@ -115,7 +117,16 @@ class Outcome:
 
     @property
     def changes(self) -> Changes:
-        return together(self.chosen)
+        """Return the changes to take: those that were chosen if they are better, otherwise none."""
+        return together(self.chosen if self.is_faster else ())
+
+    @property
+    def num_cut(self) -> int:
+        """Return how many changes, and comparisons of losses, the budget did not suffice for."""
+        measured = [*self.alone.values(), *([self.proof] if self.proof else [])]
+        reasons = [one.reason for one in measured] + [one.reason for one in self.refused]
+        reasons += [verdict.reason for verdict in self.verdicts if not verdict.passed]
+        return sum("budget" in reason for reason in reasons)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, without those of training where latency is the goal."""

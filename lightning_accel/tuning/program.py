@@ -1,5 +1,6 @@
 """``lightning_accel.tune``: a faster variant of the user's own run."""
 
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -8,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning_accel.ops.extras import import_on_use, require_module
+from lightning_accel.strategies.checkpoints.atomic import NotWrittenError, explain_disk_errors
 from lightning_accel.tuning.choices import GOALS, Goal
 from lightning_accel.tuning.identity import files_in, identity_of
 from lightning_accel.tuning.learning import require_known
 from lightning_accel.tuning.outcome import Outcome
 from lightning_accel.tuning.project import Project, project_of
 from lightning_accel.tuning.search import Search
+from lightning_accel.tuning.variant import IN_TRIAL
 from lightning_accel.tuning.writing import claim, overlay, write_outcome
 
 progress = import_on_use("rich.progress")
@@ -54,7 +57,8 @@ def tune(
 
     ``output`` receives ``tuned.yaml`` (for ``fit --config X.yaml --config tuned/tuned.yaml``, or ``predict`` and
     ``validate`` where latency is the goal), ``report.md``, ``report.json`` and ``report.png``. Nothing else is written:
-    checkpoints and loggers of the run are left out.
+    checkpoints and loggers of the run are left out. Callbacks of your own run in each trial; what they write to paths
+    of their own, each trial writes.
 
     Args:
         config: a config file, arguments of ``lightning-accel fit``, or a function at the top level of a file that
@@ -73,10 +77,16 @@ def tune(
     Raises:
         NotWrittenError: if the disk of the folder is full, or may not be written; once there is room, the search goes
             on from what it has measured.
+        RuntimeError: if it is called by the file of the run, when a trial imports that.
         TrialError: if the run does not work as it is, or has no data for its goal.
         ValueError: if the function cannot be imported by another process, the budget is not a time, a name in ``allow``
             is unknown, or the folder holds measurements of another run, or of this one before it was changed.
     """
+    if os.environ.get(IN_TRIAL):
+        raise RuntimeError(
+            "tune is called where a trial of it imports the file of the run: put the call below "
+            '`if __name__ == "__main__":`, which an import does not run'
+        )
     seconds = parse_budget(budget)
     if goal not in GOALS:
         raise ValueError(f"goal must be {' or '.join(GOALS)}; got {goal!r}")
@@ -97,6 +107,7 @@ def tune(
         project = replace(project, arguments=project.arguments | {"serves": True})
     identity = identity_of(project, goal, files)
     folder = Path(output)
+    make_folder(folder)
     with progress.Progress(
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),
@@ -124,6 +135,21 @@ def tune(
             bar.print(f"best so far: {claim(outcome)}" if outcome.is_faster else "nothing better was found so far")
             raise
     return outcome
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder for results unless it is there.
+
+    Raises:
+        NotWrittenError: if it cannot be made.
+    """
+    with explain_disk_errors(folder):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, FileNotFoundError, NotADirectoryError) as error:
+            is_file = not isinstance(error, FileNotFoundError)
+            reason = "it is, or lies in, a file" if is_file else "this place takes no folders"
+            raise NotWrittenError(f"{folder} cannot be made a folder: {reason}; choose another output") from error
 
 
 def parse_budget(budget: str | float) -> float:

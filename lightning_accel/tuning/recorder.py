@@ -18,7 +18,7 @@ from lightning_accel.callbacks.ddp_settings import is_ddp
 from lightning_accel.callbacks.memory_savings import has_batch_norms
 from lightning_accel.callbacks.speedups import blocks_of, called_children, has_fused_step, loaders_of
 from lightning_accel.data.batched_fetch import why_by_sample
-from lightning_accel.measure import PeakMemory, batch_size_of
+from lightning_accel.measure import PeakMemory, bad_loss_of, batch_size_of
 from lightning_accel.measure.machine import Machine, describe_machine
 from lightning_accel.nn.deferred_weights import is_deferrable
 from lightning_accel.nn.recurrent.fused import is_fusible
@@ -97,7 +97,8 @@ class StepRecorder(L.Callback):
             if self.num_recorded == 0 and not (self.folder / "facts.json").exists():
                 with write_atomically(self.folder / "facts.json") as part:
                     draws = self._random_state != _random_state(trainer.strategy.root_device)
-                    part.write_text(json.dumps(facts_of(trainer, pl_module, batch) | {"draws": draws}))
+                    seen = {"draws": draws, "bad_loss": bad_loss_of(pl_module, outputs)}
+                    part.write_text(json.dumps(facts_of(trainer, pl_module, batch) | seen))
             self._begin, self._waited, self._validated = now, 0.0, 0.0
         self.num_recorded += 1
         if self._memory is not None and self.num_recorded & (self.num_recorded - 1) == 0:

@@ -97,9 +97,17 @@ class Search:
     def _measure_baseline(self) -> None:
         def measure() -> tuple[dict[str, Any], float | None]:
             begin = time.monotonic()
-            baseline, start_seconds = self._warm_variant("the run as it is", Changes(), self._deadline(1.0))
+            try:
+                baseline, start_seconds = self._warm_variant("the run as it is", Changes(), self._deadline(1.0))
+            except NotReadyError as error:
+                raise NotReadyError(
+                    f"the run as it is has not trained a few steps within the budget of {self.budget:g} s: give more, "
+                    f"such as the default, 10m ({error})"
+                ) from error
             steps = baseline.run_for(2.0, self._deadline(1.0))
             facts = baseline.facts()
+            if reason := facts.pop("bad_loss", ""):
+                raise TrialError(f"in the first step of the run as it is, {reason}")
             code = facts.pop("code")
             return {
                 "facts": facts,
@@ -277,6 +285,7 @@ class Search:
         best = self._best_of(self._winners_of(fastest.group)) or fastest
         self.outcome.chosen = [best]
         self.outcome.proof = self.outcome.alone[best.name]
+        self.outcome.is_compared = False
         self.outcome.verdicts.append(Verdict(False, f"{best.name}: interrupted before what it computes was compared"))
 
     def _agree(self, factors: Sequence[Factor], exactly: bool) -> bool:

@@ -52,7 +52,9 @@ def run_trial(specification: dict[str, Any], folder: Path) -> None:
             except TrialEnd:
                 continue
             if not recorder.num_recorded:
-                raise RuntimeError("the run ended without a training step")
+                raise RuntimeError("the run ended without a training step: is there a batch of training data?")
+            if num_steps is None and recorder.num_recorded == 1:
+                raise RuntimeError("the run has one training step, and steps are timed from the second one on")
         if num_steps is not None:
             return
 

@@ -17,6 +17,7 @@ from lightning_accel.tuning.fork_server import ForkedProcess, ForkServer, can_fo
 from lightning_accel.tuning.project import Changes, Project
 from lightning_accel.tuning.serving import NUM_SAMPLES
 
+IN_TRIAL = "LIGHTNING_ACCEL_IN_TRIAL"  # a variable of processes of trials, and of those that they start
 NO_ROOM = 74  # status of a process that found no room for its error, as sysexits.h has it
 _POLL = 0.02  # seconds
 
@@ -27,6 +28,10 @@ class TrialError(Exception):
 
 class NotReadyError(TrialError):
     """Say that a variant has not begun its steps in time."""
+
+
+class UnusableRunError(TrialError):
+    """Say that a command line or a config is not one of a run."""
 
 
 class DiskFullError(TrialError):
@@ -208,7 +213,7 @@ class Variant:
                 self._kill()
                 raise TrialError(f"hangs: no step for {self.stall_timeout * patience:.0f} s{self._last_output()}")
             if now > deadline:
-                raise NotReadyError(f"not ready within its share of the budget{self._last_output()}")
+                raise NotReadyError(f"not ready within its share of the budget{self._last_output('Error')}")
             time.sleep(_POLL)
         return steps
 
@@ -218,6 +223,8 @@ class Variant:
         if error.exists():
             content = json.loads(error.read_text())
             message = " ".join(content["message"].split())
+            if content["kind"] == "UsageError":
+                return UnusableRunError(message)
             kind = "out of memory" if is_out_of_memory(content) else content["kind"]
             return (DiskFullError if content["is_disk_full"] else TrialError)(f"{kind}: {message[:300]}")
         status = self._process.returncode
@@ -230,10 +237,11 @@ class Variant:
             return DiskFullError(f"no room for the files of a trial in {self.folder.parent}; make room and start again")
         return TrialError(f"ended with status {status}{self._last_output()}")
 
-    def _last_output(self) -> str:
-        """Return the last line that it has written, as the end of a message."""
+    def _last_output(self, word: str = "") -> str:
+        """Return the last line with a word that it has written, as the end of a message."""
         lines = (self.folder / "output.txt").read_text(errors="replace").split("\n")
-        return next((f"; its last output: {line.strip()[:300]}" for line in reversed(lines) if line.strip()), "")
+        found = (line.strip() for line in reversed(lines) if line.strip() and word in line)
+        return next((f"; its last output: {line[:300]}" for line in found), "")
 
     def _kill(self) -> None:
         assert self._process is not None
@@ -266,7 +274,7 @@ def _new_process(specification: Path, output: Path) -> subprocess.Popen[bytes]:
 def _environment() -> dict[str, str]:
     """Return the variables of this process, but for those by which launchers tell the processes of a run apart."""
     environment = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
-    return environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), IN_TRIAL: "1"}
 
 
 _COMMAND = [sys.executable, "-m", "lightning_accel.tuning.trial"]

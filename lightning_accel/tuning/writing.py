@@ -85,8 +85,8 @@ def _report(outcome: Outcome, command: str, date: str) -> str:
             whole = f"it starts in {proof.start_seconds:.0f} s, as measured"
         lines += [f"**{claim(outcome)}** (95 % interval, {turns}; {whole}) by {names}."]
     else:
-        aim = AIMS[outcome.goal]
-        lines += [f"Nothing was found that {aim} by more than the interval, so that nothing is changed."]
+        reason = why_nothing(outcome)
+        lines += [f"{reason[0].upper()}{reason[1:]}. Nothing is changed."]
         if proof is not None:
             lines += ["", f"Together, the best changes gave {proof.memory or proof.ratio or proof.reason}."]
     lines += _notes(outcome)
@@ -130,14 +130,28 @@ def _cells(outcome: Outcome, found: Measurement) -> str:
 def claim(outcome: Outcome) -> str:
     """Return what the chosen changes achieve, for a reader."""
     assert outcome.proof is not None
+    return _gain_of(outcome, outcome.proof) + ("" if outcome.is_compared else ", NOT YET COMPARED in what it computes")
+
+
+def _gain_of(outcome: Outcome, proof: Measurement) -> str:
     if outcome.goal == "latency":
-        before, after = outcome.proof.before, outcome.proof.after
-        return f"{outcome.proof.ratio} times as fast: one sample takes {after} instead of {before}"
+        return f"{proof.ratio} times as fast: one sample takes {proof.after} instead of {proof.before}"
     if outcome.goal == "speed":
-        return f"{outcome.proof.ratio} times as fast"
-    if outcome.proof.memory is None:
-        return _gain(outcome.proof)
-    return f"{outcome.proof.memory} times less memory, {outcome.proof.ratio} times as fast"
+        return f"{proof.ratio} times as fast"
+    if proof.memory is None:
+        return _gain(proof)
+    return f"{proof.memory} times less memory, {proof.ratio} times as fast"
+
+
+def why_nothing(outcome: Outcome) -> str:
+    """Return that nothing better was found, and whether for want of time, for a reader."""
+    aim = AIMS[outcome.goal]
+    if not outcome.num_cut:
+        return f"nothing was found that {aim} by more than the interval"
+    return (
+        f"nothing was shown within the budget that {aim}: of the measurements, {outcome.num_cut} were left out or cut "
+        "short; the same command with a longer budget goes on from there"
+    )
 
 
 def _gain(found: Measurement) -> str:
@@ -182,10 +196,11 @@ def _as_it_is(outcome: Outcome) -> str:
     if outcome.latency is not None:
         return f"one sample takes {outcome.latency} in `{outcome.facts['stage']}`"
     rate, items = outcome.steps_per_second, outcome.facts["items_per_step"]
-    return f"the run takes {rate:.3g} steps ({rate * items:.4g} samples) per second"
+    return f"the run takes {rate:#.3g} steps ({rate * items:#.4g} samples) per second"
 
 
 def _draw(outcome: Outcome, path: Path) -> None:
+    patches = require_module("matplotlib.patches")
     figure: Any = require_module("matplotlib.figure").Figure(figsize=(7, 4), layout="constrained")
     measured = {name: _bar(one) for name, one in outcome.alone.items() if one.ratio is not None}
     if outcome.is_faster and outcome.proof is not None and outcome.proof.ratio is not None:
@@ -196,6 +211,10 @@ def _draw(outcome: Outcome, path: Path) -> None:
         color = "tab:blue" if name in chosen and outcome.is_faster else "tab:gray"
         value, low, high = ratio
         axes.barh(place, value, xerr=[[value - low], [high - value]], color=color)
+    if outcome.is_faster:
+        axes.legend(
+            handles=[patches.Patch(color="tab:blue", label="chosen, if need be beside others")], fontsize="small"
+        )
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_yticks(range(len(measured)), list(measured))
     axes.invert_yaxis()

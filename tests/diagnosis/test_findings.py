@@ -375,6 +375,16 @@ def seen_without_a_run(**facts):
     return Examined(**known | settings | facts)
 
 
+def test_a_bad_loss_comes_first():
+    facts = {"loader_facts": [{"class": "DataLoader", "num_workers": 0, "pin_memory": False}]}
+    bad, good = (
+        find_slowness(seen_without_a_run(bad_loss=loss, **facts), describe_machine(), RATES)
+        for loss in ("the loss is nan", "")
+    )
+    assert (bad[0].name, bad[0].what) == ("bad loss", "in the first batch, the loss is nan")
+    assert bad[1:] == good
+
+
 def test_unpinned_batches_cost_the_difference_of_the_rates():
     facts = {"class": "DataLoader", "num_workers": 0, "pin_memory": False}
     rates = replace(RATES, pinned_bytes_per_s=20e9, pageable_bytes_per_s=5e9)

@@ -2,8 +2,9 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_accel.measure import PARTS, StepParts, action_times, batch_size_of, part_times
+from lightning_accel.measure import PARTS, StepParts, action_times, bad_loss_of, batch_size_of, part_times
 from tests.planted import SLEEPS, SLEPT, Sleeping, SleepingCallback, SleepingLogger, rows
 from tests.ranks import run_ranks
 
@@ -105,6 +106,18 @@ def test_ranks_that_wait_for_others_are_seen():
     assert fast["waiting"] == pytest.approx(expected, rel=0.25)
     assert slow["waiting"] < 0.25 * expected
     assert slow["data"] + slow["forward"] == pytest.approx(expected, rel=0.25)
+
+
+def test_bad_losses_are_told():
+    module = BoringModel()
+    for good in (torch.tensor(1.0), {"loss": torch.tensor(1.0), "y": 2}):
+        assert bad_loss_of(module, good) == ""
+    for none in (None, {}, {"loss": None}):
+        assert "returns no loss" in bad_loss_of(module, none)
+    for value in ("nan", "inf"):
+        assert f"the loss is {value}; " in bad_loss_of(module, {"loss": torch.tensor(float(value))})
+    module.automatic_optimization = False
+    assert bad_loss_of(module, None) == ""
 
 
 def test_sizes_of_batches():

@@ -6,9 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_accel.ops.attention import replace_attention, restore_attention
+from lightning_accel.ops.native import KERNELS
 from tests.ops.philox import random_words
 
 B, H, G, L, S, D, V = 2, 6, 3, 50, 131, 20, 37  # no multiples of blocks or vectors
@@ -185,6 +188,26 @@ def test_compiled_layers_are_served(replaced, compiler):
     assert {f"{kernel}.default", f"{kernel}_backward.default"} <= set(targets)
     for one, other in zip(compiled, plain, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_exported_programs_have_no_kernel(replaced):
+    layer = nn.TransformerEncoderLayer(24, 4, 40, dropout=0.0, batch_first=True)
+    x = torch.randn(3, 17, 24)
+    program = torch.export.export(layer, (x,))
+    assert "scaled_dot_product" in str(program.graph)
+    assert "lightning_accel" not in str(program.graph)
+
+
+def test_operations_are_counted_as_torchs(replaced):
+    def count():
+        inputs = tensors(shapes=((B, H, L, D), (B, H, S, D), (B, H, S, V)))
+        with FlopCounterMode(display=False) as counter:
+            F.scaled_dot_product_attention(*inputs).sum().backward()
+        return counter.get_total_flops()
+
+    native = count()
+    with sdpa_kernel(SDPBackend.MATH), KERNELS.switched_off():
+        assert native == count() + 2 * B * H * L * S * D  # scores that are computed again
 
 
 def test_other_calls_are_torchs(replaced, calls):

@@ -114,6 +114,14 @@ def takes_more_than_its_limit(**trainer_options):
     return run(fail, trainer_options)
 
 
+def has_one_step(**trainer_options):
+    return run(None, {"max_steps": 1} | trainer_options)
+
+
+def has_no_batch(**trainer_options):
+    return run(None, {"limit_train_batches": 0} | trainer_options)
+
+
 def returns_nothing(**trainer_options):
     return None
 

@@ -282,12 +282,13 @@ def test_a_folder_that_may_not_be_written_is_one_message(command, run_folder, mo
     monkeypatch.setattr(Path, "mkdir", reject)
     done = command("tune", "--config", "run.yaml")
     assert done.status == 1
-    assert "tuned/journal.jsonl could not be written: " in done.err
+    assert "tuned could not be written: " in done.err
     assert "is read-only for this user. Choose another folder" in done.err
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_second_signal_does_not_end_the_cleaning_up(command, monkeypatch, number, status):
+def test_a_second_signal_does_not_end_the_cleaning_up(command, run_folder, monkeypatch, number, status):
+    (run_folder / "run.yaml").write_text("model: Classifier\n")
     cleaned, before = [], signal.getsignal(number)
 
     def interrupted(*_):

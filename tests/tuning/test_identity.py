@@ -7,6 +7,7 @@ import pytest
 
 from lightning_accel.tuning import identity
 from lightning_accel.tuning.identity import distributions_of, files_in, identity_of, imported_code, state_of
+from lightning_accel.tuning.journal import Journal
 from lightning_accel.tuning.program import tune
 from lightning_accel.tuning.project import Changes, Project
 from tests.tuning import foreign_run
@@ -80,6 +81,16 @@ def test_code_of_the_run_belongs_to_it_wherever_it_stands(monkeypatch, tmp_path)
     own.unlink()
     with pytest.raises(ValueError, match=r"net_of_a_user\.py has changed\."):
         run(tmp_path / "tuned")
+
+
+def test_a_folder_without_measurements_takes_another_run(monkeypatch, tmp_path):
+    path, identity = tmp_path / "journal.jsonl", {"files": {"run.yaml": "a digest"}}
+    Journal(path, identity, 600.0)  # of a run that could not start
+    corrected = {"files": {"run.yaml": "another"}}
+    Journal(path, corrected, 600.0).result("baseline", lambda: ({"rate": 1.0}, None))
+    assert "baseline" in Journal(path, corrected, 600.0)
+    with pytest.raises(ValueError, match=r"run\.yaml was another, and is a digest"):
+        Journal(path, identity, 600.0)
 
 
 def test_imported_code_is_told_from_packages_and_the_standard_library(tmp_path, monkeypatch):

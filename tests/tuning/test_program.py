@@ -1,8 +1,25 @@
 """What ``tune`` rejects before anything runs."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
+from lightning_accel.cli.errors import UsageError
+from lightning_accel.cli.tune import fit_config
+from lightning_accel.strategies.checkpoints.atomic import NotWrittenError
 from lightning_accel.tuning.program import parse_budget, tune
+from lightning_accel.tuning.project import Changes
+from lightning_accel.tuning.variant import IN_TRIAL
+
+
+@pytest.fixture
+def config(run_folder):
+    """The only file of an empty folder."""
+    path = run_folder / "run.yaml"
+    path.write_text("model: Classifier\n")
+    return path
 
 
 def test_budgets_have_units():
@@ -10,16 +27,16 @@ def test_budgets_have_units():
 
 
 @pytest.mark.parametrize("budget", ["soon", "0m", "-5", "10 days"])
-def test_rejects_other_budgets(command, run_folder, budget):
+def test_rejects_other_budgets(command, config, run_folder, budget):
     with pytest.raises(ValueError, match="such as 600, 90s, 10m or 1h"):
         parse_budget(budget)
     done = command("tune", "--config", "run.yaml", f"--budget={budget}")
-    assert done.status == 1
+    assert done.status == 2
     assert done.err.startswith("lightning-accel tune: error: the budget must be a time")
-    assert not list(run_folder.iterdir())
+    assert list(run_folder.iterdir()) == [config]
 
 
-def test_a_missing_package_is_named_before_anything_is_measured(command, run_folder, monkeypatch):
+def test_a_missing_package_is_named_before_anything_is_measured(command, config, run_folder, monkeypatch):
     def missing(name):
         raise ModuleNotFoundError(f'{name} is needed here: pip install "lightning_accel[tune]"')
 
@@ -27,7 +44,7 @@ def test_a_missing_package_is_named_before_anything_is_measured(command, run_fol
     done = command("tune", "--config", "run.yaml")
     assert done.status == 1
     assert "lightning_accel[tune]" in done.err
-    assert not list(run_folder.iterdir())
+    assert list(run_folder.iterdir()) == [config]
 
 
 def test_rejects_other_goals(command, run_folder):
@@ -43,3 +60,41 @@ def test_tune_without_a_run_says_what_is_missing(command):
     done = command("tune", "--budget", "1m")
     assert done.status == 2
     assert "give the run to tune" in done.err
+
+
+def test_mistakes_of_the_command_line_are_named_as_by_fit(command, config, run_folder):
+    done = command("tune", "--config", "runs.yaml")
+    assert done.status == 2
+    assert done.err == "lightning-accel tune: error: no config file runs.yaml; did you mean 'run.yaml'?\n"
+    assert list(run_folder.iterdir()) == [config]
+    config.write_text("model: {class_path: Classifier, init_args: {hiden_dims: [3]}}\ndata: DigitsDataModule\n")
+    with pytest.raises(UsageError, match=r"Classifier has no option 'hiden_dims'; did you mean 'hidden_dims'\?"):
+        fit_config(Changes(), [], run_folder, 0, ["--config", "run.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"), [("run.yaml", "a file"), ("run.yaml/tuned", "a file"), ("/proc/tuned", "no folders")]
+)
+def test_a_folder_that_cannot_be_made_is_one_message(command, config, place, reason):
+    with pytest.raises(NotWrittenError, match=rf"{place} cannot be made a folder: .*{reason}; choose another output"):
+        tune("run.yaml", output=place)
+    assert command("tune", "--config", "run.yaml", "--output", place).status == 1
+
+
+def test_a_call_within_a_trial_is_told_from_a_run(monkeypatch):
+    monkeypatch.setenv(IN_TRIAL, "1")
+    with pytest.raises(RuntimeError, match='put the call below `if __name__ == "__main__":`'):
+        tune("run.yaml")
+
+
+@pytest.mark.slow
+def test_a_script_without_a_guard_is_told_at_once(run_folder):
+    (run_folder / "script.py").write_text(
+        "from lightning_accel import tune\n"
+        "from tests.tuning.foreign_run import works\n"
+        "def make(**options):\n    return works(**options)\n"
+        "tune(make, budget='300s')\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, env=environment, timeout=200)
+    assert done.stderr.splitlines()[-1].endswith("which an import does not run")

@@ -12,13 +12,14 @@ from torch import nn
 from lightning_accel.tuning import factors, search, variants
 from lightning_accel.tuning.comparison import Ratio
 from lightning_accel.tuning.factors import Factor, Refusal, factors_for, float8_for
+from lightning_accel.tuning.outcome import Measurement
 from lightning_accel.tuning.parity import Verdict
 from lightning_accel.tuning.project import Changes, Project
 from lightning_accel.tuning.recorder import has_dropout
 from lightning_accel.tuning.savings import savings_for
 from lightning_accel.tuning.search import Search
 from lightning_accel.tuning.variant import NotReadyError, Step, TrialError
-from lightning_accel.tuning.writing import write_outcome
+from lightning_accel.tuning.writing import why_nothing, write_outcome
 
 clock = time.monotonic
 FACTS = {
@@ -447,6 +448,39 @@ def test_an_interrupted_search_hands_back_the_best_so_far(world, tmp_path):
     assert names(one.outcome) == ["precision"]
     assert one.outcome.is_faster
     assert "interrupted" in one.outcome.verdicts[-1].reason
+    files = write_outcome(one.outcome, tmp_path, "a test", "2030-01-02")[:2]
+    assert all("times as fast, NOT YET COMPARED" in file.read_text() for file in files)
+    world.interrupt_at = None
+    files = write_outcome(run(tmp_path), tmp_path, "a test", "2030-01-02")[:2]
+    assert not any("NOT YET COMPARED" in file.read_text() for file in files)
+
+
+def test_what_is_not_shown_to_be_better_is_no_change_to_take(world, tmp_path):
+    outcome = run(tmp_path)
+    assert outcome.changes != Changes()
+    outcome.proof = Measurement(Ratio(1.2, 0.9, 1.5, 8), over_run=1.2)
+    assert outcome.changes == Changes()
+    assert "Nothing is changed." in write_outcome(outcome, tmp_path, "a test", "2030-01-02")[0].read_text()
+
+
+def test_want_of_time_is_told_from_want_of_speed(world, tmp_path):
+    world.speed = {}
+    nothing = run(tmp_path / "nothing")
+    assert why_nothing(nothing) == "nothing was found that makes this run faster by more than the interval"
+    world.start_seconds = {"threads": 90}
+    short = run(tmp_path / "short", budget=60.0)
+    assert short.num_cut == 1
+    assert why_nothing(short).startswith(
+        "nothing was shown within the budget that makes this run faster: of the measurements, 1 were left out"
+    )
+    with pytest.raises(NotReadyError, match=r"not trained a few steps within the budget of 3 s: give more"):
+        run(tmp_path / "none", budget=3.0)
+
+
+def test_a_run_without_a_loss_is_not_tuned(monkeypatch, tmp_path):
+    World(monkeypatch, FACTS | {"bad_loss": "the loss is nan"})
+    with pytest.raises(TrialError, match=r"^in the first step of the run as it is, the loss is nan$"):
+        run(tmp_path)
 
 
 def test_a_start_that_no_speed_makes_up_for_is_not_waited_for(monkeypatch, tmp_path):
@@ -565,7 +599,7 @@ def test_factors_are_those_that_the_run_admits():
     assert {"compile=blocks", "threads=1", "num_workers=2", "channels_last", "fused_optimizer"} < everything
     assert everything - tried(num_conv2d=0) == {"channels_last"}
     assert everything - tried(num_fusible_rnns=0) == {"fused_rnn"}
-    assert everything - tried(num_deferrable_attentions=0) == {"defer_attention_weights"}
+    assert tried(device="cuda") - tried(device="cuda", num_deferrable_attentions=0) == {"defer_attention_weights"}
     assert everything - tried(num_fusible_convolutions=0) == {"fused_messages"}
     bfloat16 = {"precision=bf16-mixed", "Bfloat16Precision", "matmul_precision=medium"}
     assert everything - tried(bfloat16_units=False) == bfloat16
@@ -651,12 +685,15 @@ def test_dropout_is_replaced_where_there_is_any_and_a_kernel(monkeypatch):
 def test_native_attention_is_tried_on_the_cpu_and_draws_where_layers_drop(monkeypatch):
     def found(reason="", **facts):
         monkeypatch.setattr(factors, "missing_kernel", lambda: reason)
-        return [one for one in factors_for(FACTS | {"has_attention": True} | facts, 0.2) if one.name == name]
+        every = factors_for(FACTS | {"has_attention": True, "num_deferrable_attentions": 0} | facts, 0.2)
+        return [one for one in every if one.name.startswith("attention=native")]
 
-    name = "attention=native"
-    changes = Changes(speedups={"attention": "native"})
-    assert found() == [factors.Factor(name, "attention", "exact", changes)]
-    assert found(has_dropout=True) == [factors.Factor(name, "attention", "random", changes)]
+    name, changes = "attention=native", {"attention": "native"}
+    assert found() == [Factor(name, "attention", "exact", Changes(speedups=changes))]
+    (deferring,) = found(num_deferrable_attentions=2)
+    assert deferring.name == "attention=native with defer_attention_weights"
+    assert deferring.changes == Changes(speedups=changes | {"defer_attention_weights": True})
+    assert found(has_dropout=True) == [Factor(name, "attention", "random", Changes(speedups=changes))]
     assert found("the processor has no AVX2") == [Refusal(name, "the processor has no AVX2")]
     assert found(has_attention=False) == [Refusal(name, "no layer of the model has attention in its name")]
     assert not found(device="cuda")
@@ -664,9 +701,9 @@ def test_native_attention_is_tried_on_the_cpu_and_draws_where_layers_drop(monkey
 
 def test_backends_of_attention_are_tried_where_torch_may_not_choose_the_fastest():
     def found(**facts):
-        others = ("attention=native", "defer_attention_weights")
         every = factors_for(FACTS | {"has_attention": True} | facts, 0.2)
-        return [one for one in every if "attention" in one.name and one.name not in others]
+        others = ("attention=native", "defer")
+        return [one for one in every if "attention" in one.name and not one.name.startswith(others)]
 
     mixed, master = found()
     assert {(one.group, one.kind) for one in (mixed, master)} == {("precision", "rounding")}

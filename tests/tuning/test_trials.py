@@ -94,6 +94,8 @@ def group_is(variant, states, seconds=120):
         (foreign_run.leaves_a_child, "^ended with status 7; its last output: a line of a trial that prints a lot"),
         (foreign_run.takes_more_than_its_limit, "^out of memory: "),
         (foreign_run.hangs, "^hangs: no step for 20 s"),
+        (foreign_run.has_one_step, "^RuntimeError: the run has one training step, and steps are timed from the second"),
+        (foreign_run.has_no_batch, "^RuntimeError: the run ended without a training step: is there a batch"),
         (foreign_run.returns_nothing, r"returns_nothing must return \(trainer, module, data\); got NoneType"),
     ],
 )
