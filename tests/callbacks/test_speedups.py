@@ -16,7 +16,7 @@ from torch_geometric.loader import DataLoader as GraphLoader
 from torch_geometric.nn import GINConv, SAGEConv, global_add_pool
 
 from lightning_accel._private.torch import compiled_call, dataset_of, plain_call, set_compiled_call
-from lightning_accel.callbacks import ExactResume, Speedups, speedups
+from lightning_accel.callbacks import ExactResume, Pruning, Speedups, speedups
 from lightning_accel.callbacks.speedups import called_children
 from lightning_accel.ops import attention
 from lightning_accel.ops.native import KERNELS
@@ -292,6 +292,41 @@ def test_attention_is_native_and_defers_weights_until_the_run_ends(vectors, monk
     monkeypatch.setattr(attention, "missing_kernel", lambda: "a reason")
     with pytest.raises(RuntimeError, match=r"attention has no native kernel: a reason\. .* another attention"):
         fit(kind=Attending, attention="native")
+
+
+class Classifying(Attending):
+    """A network whose channels can be removed, with attention of both kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(16, 2, 32, 0.1)
+        self.example_input_array = torch.linspace(-1, 1, 480).view(10, 3, 16)
+
+    def forward(self, x):
+        return self.encoder(self.features(x, x, x)[0]).mean((0, 2))
+
+    def training_step(self, batch, batch_idx):
+        loss = self(self.example_input_array).square().sum()
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("loss", self(batch).square().sum(), batch_size=1)
+
+    def val_dataloader(self):
+        return DataLoader([self.example_input_array[:, 0]], batch_size=3)
+
+
+@pytest.mark.parametrize("structure", ["channel", "unstructured"])
+def test_native_attention_trains_pruned_networks_in_any_order_of_callbacks(vectors, structure):
+    def settings():
+        pruning = Pruning(0.4, structure=structure, end=1.0)
+        return [pruning, Speedups(attention="native", defer_attention_weights=True)]
+
+    one, other = (fit(kind=Classifying, callbacks=settings()[::step]) for step in (1, -1))
+    assert one.losses == other.losses
+    kept = sum(int(parameter.count_nonzero()) for parameter in one.encoder.parameters())
+    assert kept < 0.9 * sum(parameter.numel() for parameter in Classifying().encoder.parameters())
 
 
 @pytest.mark.slow
