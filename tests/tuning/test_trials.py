@@ -240,7 +240,7 @@ def test_ranks_may_hold_shards_in_place_of_whole_parameters(tmp_path, server):
 def test_a_run_that_cannot_start_is_one_message(command, run_folder):
     (run_folder / "run.yaml").write_text("model: no_such_file.Net\ntrainer: {accelerator: cpu}\n")
     done = command("tune", "--config", "run.yaml", "--budget", "2m")
-    assert done.status == 1
+    assert done.status == 2
     assert "no_such_file" in done.err
     assert "Traceback" not in done.err
 
