@@ -45,9 +45,8 @@ class Speedups(L.Callback):
 
     Losses stay equal up to rounding, with these exceptions: compiled layers, layers whose memory has another order
     (``channels_last``), ``native_dropout``, ``attention="native"`` with dropout, and datasets in other workers, draw
-    other random numbers; shuffled loaders
-    whose workers are kept draw other orders from the second epoch on; ``matmul_precision`` rounds operands of float32
-    matrix products.
+    other random numbers; shuffled loaders whose workers are kept draw other orders from the second epoch on;
+    ``matmul_precision`` rounds operands of float32 matrix products.
 
     Args:
         threads: threads of an operation on the CPU, in each process.

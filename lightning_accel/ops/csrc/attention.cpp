@@ -12,6 +12,7 @@
 
 #include "exponential.h"
 #include "philox_tile.h"
+#include "vectors.h"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -30,24 +31,18 @@
 namespace {
 
 using lightning_accel::exp_of_negative;
+using lightning_accel::kSums;
 using lightning_accel::kTile;
+using lightning_accel::kWidth;
+using lightning_accel::Vector;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Maybe = std::optional<Tensor>;
 
-#if defined(__AVX512F__)
-constexpr int kWidth = 16, kSums = 24;  // floats of a vector; vectors of sums that leave registers for the operands
-#elif defined(__AVX2__)
-constexpr int kWidth = 8, kSums = 12;
-#else
-constexpr int kWidth = 4, kSums = 12;
-#endif
 constexpr int64_t kQueries = 48;             // of a block
 constexpr int64_t kKeys = kTile;             // of a block: random words of two queries are one tile
 constexpr int64_t kStride = kKeys + kWidth;  // between rows of a block, no power of two, which the cache maps to few sets
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-
-typedef float Vector __attribute__((vector_size(kWidth * sizeof(float))));
 
 int64_t padded(int64_t n) { return (n + kWidth - 1) / kWidth * kWidth; }
 

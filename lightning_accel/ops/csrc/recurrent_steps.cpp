@@ -6,6 +6,7 @@
 // follows its product at once. Each sum is computed by one thread, in one order: results do not depend on their number.
 
 #include "exponential.h"
+#include "vectors.h"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -23,21 +24,15 @@
 namespace {
 
 using lightning_accel::exp_of_negative;
+using lightning_accel::kSums;
+using lightning_accel::Vector;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Maybe = std::optional<Tensor>;
 
-#if defined(__AVX512F__)
-constexpr int kLanes = 16, kSums = 24;  // floats of a vector; vectors of sums that leave registers for the operands
-#elif defined(__AVX2__)
-constexpr int kLanes = 8, kSums = 12;
-#else
-constexpr int kLanes = 4, kSums = 12;
-#endif
+constexpr int kLanes = lightning_accel::kWidth;
 constexpr int kBack = 4;              // vectors of a panel in the backward pass
 constexpr int64_t kGrain = 1 << 20;  // multiplications that are worth a thread
-
-typedef float Vector __attribute__((vector_size(kLanes * sizeof(float))));
 
 inline float sigmoid(float x) {
   const float small = exp_of_negative(-std::fabs(x)), big = 1.0f / (1.0f + small);
