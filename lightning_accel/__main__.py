@@ -55,6 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments in ([], ["-h"], ["--help"]):
         print(_HELP, end="")
         return 0 if arguments else 2
+    if is_program:
+        from lightning_accel.cli.allocator import restart_with_allocator
+
+        restart_with_allocator(arguments)
     if arguments[0] == "build-ops":
         from lightning_accel.cli.build_ops import build_ops
 

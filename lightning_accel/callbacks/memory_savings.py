@@ -1,5 +1,6 @@
-"""Training steps in less memory: micro-batches within a step, and activations that are recomputed."""
+"""Training steps in less memory: micro-batches, and activations that are recomputed or kept on the host."""
 
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
 
@@ -8,12 +9,15 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_accel._private.torch import BatchNormBase, tree_map_only
 from lightning_accel.callbacks.ddp_settings import is_ddp
 from lightning_accel.callbacks.trainer_callbacks import require_own_steps
 from lightning_accel.strategies.batch_splitting import RecordedLog, merge_outputs, split_batch
 from lightning_accel.strategies.sharding.blocks import find_blocks, recompute_activations
+
+_LEAST_BYTES = 2**20  # smaller activations cost more to move than they save
 
 
 class MemorySavings(L.Callback):
@@ -31,21 +35,38 @@ class MemorySavings(L.Callback):
         micro_batches: parts of each batch.
         activation_checkpointing: keep only the input of each repeated block of the module (see
             :func:`lightning_accel.strategies.find_blocks`), and recompute the rest in the backward pass.
+        activation_offload: keep activations of 1 MiB and more of a GPU in page-locked memory of the host until the
+            backward pass needs them. Parameters stay where they are: ``accel_fsdp2_offload`` is the strategy that keeps
+            these, their gradients and the states of optimizers on the host.
 
     Raises:
-        TypeError: before training, with micro-batches under manual optimization, a strategy other than DDP or a single
-            device, or a precision that scales losses; at the first step, if a batch cannot be split.
-        ValueError: before training, if batch norms would see other batches, or there are no repeated blocks.
+        TypeError: before training, with micro-batches or ``activation_offload`` under a strategy other than DDP or a
+            single device; with micro-batches under manual optimization, or a precision that scales losses; at the first
+            step, if a batch cannot be split.
+        ValueError: before training, if batch norms would see other batches, there are no repeated blocks, or there is
+            no GPU for ``activation_offload``.
     """
 
-    def __init__(self, micro_batches: int = 1, activation_checkpointing: bool = False) -> None:
+    def __init__(
+        self, micro_batches: int = 1, activation_checkpointing: bool = False, activation_offload: bool = False
+    ) -> None:
         if micro_batches < 1:
             raise ValueError(f"micro_batches must be at least 1; got {micro_batches}")
         self.micro_batches = micro_batches
         self.activation_checkpointing = activation_checkpointing
+        self.activation_offload = activation_offload
         self._changed: list[tuple[nn.Module, str]] = []  # modules, and the method that they got
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.activation_offload:
+            device = trainer.strategy.root_device
+            if device.type == "cpu":
+                raise ValueError(
+                    "activation_offload moves activations from a GPU to the memory of the host, where those of a cpu "
+                    "device are already; take it out"
+                )
+            _require_whole_parameters(trainer, "activation_offload", "use the strategy accel_fsdp2_offload")
+            self._offload_steps(pl_module, device)
         if self.micro_batches > 1:
             _require_splittable(trainer, pl_module)
             self._split_steps(trainer, pl_module)
@@ -60,6 +81,17 @@ class MemorySavings(L.Callback):
                 )
             recompute_activations(blocks)
             self._changed += [(block, "forward") for block in blocks]
+
+    def _offload_steps(self, pl_module: L.LightningModule, device: torch.device) -> None:
+        run = pl_module.training_step
+
+        @wraps(run)
+        def training_step(*args: Any, **kwargs: Any) -> STEP_OUTPUT:
+            with activations_on_host(pl_module, device):
+                return run(*args, **kwargs)
+
+        pl_module.training_step = training_step  # type: ignore[method-assign]
+        self._changed.append((pl_module, "training_step"))
 
     def _split_steps(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         run = pl_module.training_step
@@ -155,18 +187,47 @@ class _MeanLoss(torch.autograd.Function):
         return None, None, None, *totals
 
 
+def activations_on_host(
+    module: nn.Module, device: torch.device, least_bytes: int = _LEAST_BYTES
+) -> AbstractContextManager[None]:
+    """Keep what a forward pass saves for its backward pass in the memory of the host.
+
+    Args:
+        module: its parameters and buffers, which layers save as well, stay on the device.
+        device: where the forward and the backward pass run.
+        least_bytes: of what is moved.
+    """
+    own = {one.untyped_storage().data_ptr() for one in (*module.parameters(), *module.buffers())}
+
+    def pack(saved: Tensor) -> Tensor:
+        if saved.device != device or saved.nbytes < least_bytes or saved.untyped_storage().data_ptr() in own:
+            return saved
+        # all copies run on the stream of the operations, in their order
+        on_host = torch.empty(saved.shape, dtype=saved.dtype, pin_memory=device.type == "cuda")
+        return on_host.copy_(saved, non_blocking=True)
+
+    def unpack(packed: Tensor) -> Tensor:
+        return packed.to(device, non_blocking=True)
+
+    return saved_tensors_hooks(pack, unpack)
+
+
 def has_batch_norms(*modules: nn.Module) -> bool:
     """Return whether batch norms in train mode are among the modules, whose outputs depend on the whole batch."""
     return any(isinstance(layer, BatchNormBase) and layer.training for one in modules for layer in one.modules())
 
 
-def _require_splittable(trainer: L.Trainer, module: L.LightningModule) -> None:
-    require_own_steps(trainer, module, "MemorySavings(micro_batches)", "split batches there")
+def _require_whole_parameters(trainer: L.Trainer, name: str, instead: str) -> None:
     if not isinstance(trainer.strategy, SingleDeviceStrategy) and not is_ddp(trainer.strategy):
         raise TypeError(
-            "micro_batches needs a single device or DDP, whose gradients are whole; got "
-            f"{type(trainer.strategy).__name__}: use accumulate_grad_batches with smaller batches"
+            f"{name} needs a single device or DDP, whose parameters and gradients are whole; got "
+            f"{type(trainer.strategy).__name__}: {instead}"
         )
+
+
+def _require_splittable(trainer: L.Trainer, module: L.LightningModule) -> None:
+    require_own_steps(trainer, module, "MemorySavings(micro_batches)", "split batches there")
+    _require_whole_parameters(trainer, "micro_batches", "use accumulate_grad_batches with smaller batches")
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise TypeError(
             "micro_batches computes gradients before the loss is scaled, which loses digits in float16: use bf16-mixed"

@@ -15,6 +15,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_accel._private.torch import allow_recompilations, compiled_call, wrapped_frames
 from lightning_accel.data.batched_fetch import fetch_batches
+from lightning_accel.measure.allocators import (
+    ALLOCATORS,
+    AllocatorName,
+    allocator_in_use,
+    variables_for,
+    why_no_allocator,
+)
 from lightning_accel.measure.machine import describe_machine
 from lightning_accel.nn.deferred_weights import defer_weights_, restore_weights_
 from lightning_accel.nn.recurrent.fused import fuse_, unfuse_
@@ -40,8 +47,8 @@ class Speedups(L.Callback):
     ``lightning-accel tune`` finds the settings and writes them to a config. Each is None, and left as the run has it,
     by default. What is an argument of the Trainer, such as ``precision`` or ``benchmark``, is not repeated here.
     ``validate``, ``test`` and ``predict`` take ``threads``, ``channels_last``, ``attention``,
-    ``defer_attention_weights``, ``compile``, ``matmul_precision`` and ``keep_freed_memory`` as ``fit`` does; the other
-    settings are about training.
+    ``defer_attention_weights``, ``compile``, ``matmul_precision``, ``keep_freed_memory`` and ``allocator`` as ``fit``
+    does; the other settings are about training.
 
     Losses stay equal up to rounding, with these exceptions: compiled layers, layers whose memory has another order
     (``channels_last``), ``native_dropout``, ``attention="native"`` with dropout, and datasets in other workers, draw
@@ -52,6 +59,7 @@ class Speedups(L.Callback):
         threads: threads of an operation on the CPU, in each process.
         num_workers: processes that load batches of each DataLoader, kept over epochs. Loaders of an IterableDataset,
             which would yield each item once a worker, are left as they are.
+        prefetch_factor: batches that each worker of a loader loads ahead, for loaders whose items take unequally long.
         pin_memory: load batches to page-locked memory, from which copies to a GPU are asynchronous.
         fused_optimizer: step each optimizer that has a fused implementation by one kernel for all parameters.
         fused_rnn: train each ``torch.nn.LSTM`` and ``torch.nn.GRU`` on the CPU by one operation per layer and
@@ -80,6 +88,10 @@ class Speedups(L.Callback):
         matmul_precision: of float32 matrix products: ``high`` (TF32 on CUDA) or ``medium`` (also bfloat16 on the CPU).
         keep_freed_memory: keep memory that tensors on the CPU free, in place of returning it to the operating system,
             which clears each page before it is used again. It needs glibc, and lasts until the process ends.
+        allocator: take memory on the CPU from ``tcmalloc`` or ``jemalloc``, where they are installed, or from glibc in
+            ``huge_pages``, in place of ``keep_freed_memory``; all of them keep what is freed. Only a new process can
+            have another one: ``lightning-accel`` starts itself again where a config names one. A program of your own is
+            started with environment variables, which a warning tells where they are missing.
         native_dropout: draw the masks of all dropouts on the CPU by a native kernel, on all threads, until the run
             ends; torch's is serial on processors other than Intel's. With ``compile``, compiled layers call it, too.
         measured_on: the machine where the settings were measured; a run on another one warns.
@@ -93,6 +105,7 @@ class Speedups(L.Callback):
         self,
         threads: int | None = None,
         num_workers: int | None = None,
+        prefetch_factor: int | None = None,
         pin_memory: bool | None = None,
         fused_optimizer: bool = False,
         fused_rnn: bool = False,
@@ -103,16 +116,22 @@ class Speedups(L.Callback):
         defer_attention_weights: bool = False,
         compile: CompileScope | None = None,  # the name of torch.compile
         compile_mode: CompileMode | None = None,
+        compile_dynamic: bool = False,
         matmul_precision: Literal["high", "medium"] | None = None,
         keep_freed_memory: bool = False,
+        allocator: AllocatorName | None = None,
         native_dropout: bool = False,
         measured_on: str | None = None,
     ) -> None:
-        for name, value, least in (("threads", threads, 1), ("num_workers", num_workers, 0)):
+        leasts = (("threads", threads, 1), ("num_workers", num_workers, 0), ("prefetch_factor", prefetch_factor, 1))
+        for name, value, least in leasts:
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}; got {value}")
+        if prefetch_factor is not None and num_workers == 0:
+            raise ValueError(f"prefetch_factor={prefetch_factor} needs workers that load ahead; got num_workers=0")
         self.threads = threads
         self.num_workers = num_workers
+        self.prefetch_factor = prefetch_factor
         self.pin_memory = pin_memory
         self.fused_optimizer = fused_optimizer
         self.fused_rnn = fused_rnn
@@ -125,11 +144,19 @@ class Speedups(L.Callback):
         if compile_mode is not None and (compile is None or native_dropout):
             reason = "compile, which says what is compiled" if compile is None else "native_dropout=False, as on a GPU"
             raise ValueError(f"compile_mode={compile_mode!r} needs {reason}")
+        if compile_dynamic and compile is None:
+            raise ValueError("compile_dynamic needs compile, which says what is compiled")
+        if allocator is not None:
+            require_one_of("allocator", allocator, ALLOCATORS)
+            if keep_freed_memory:
+                raise ValueError(f"allocator={allocator!r} keeps freed memory itself; leave keep_freed_memory out")
         self.defer_attention_weights = defer_attention_weights
         self.compile = compile
         self.compile_mode = compile_mode
+        self.compile_dynamic = compile_dynamic
         self.matmul_precision = matmul_precision
         self.keep_freed_memory = keep_freed_memory
+        self.allocator = allocator
         self.native_dropout = native_dropout
         self.measured_on = measured_on
         self._before: dict[str, Any] = {}
@@ -158,6 +185,8 @@ class Speedups(L.Callback):
             torch.set_float32_matmul_precision(self.matmul_precision)
         if self.keep_freed_memory:
             keep_freed_memory()
+        if self.allocator is not None and self.allocator != allocator_in_use():
+            warnings.warn(_how_to_start_with(self.allocator), stacklevel=2)
         if self.channels_last:
             _to_channels_last(pl_module)
         if self.defer_attention_weights:
@@ -169,7 +198,8 @@ class Speedups(L.Callback):
             self._backends.enter_context(sdpa_kernel([_BACKENDS[self.attention], SDPBackend.MATH]))
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.num_workers is not None or self.pin_memory is not None or self.batched_fetch:
+        of_loaders = self.num_workers, self.prefetch_factor, self.pin_memory
+        if self.batched_fetch or any(value is not None for value in of_loaders):
             self._set_up_loaders(trainer)
         if self.fused_rnn and trainer.strategy.root_device.type == "cpu":
             self._fused = fuse_(pl_module)
@@ -224,7 +254,8 @@ class Speedups(L.Callback):
         if not modules:
             warnings.warn(f"compile={self.compile!r} finds no module to compile", stacklevel=2)
         options = {"fallback_random": True} if self.native_dropout else None
-        _compile([one for one in modules if compiled_call(one) is None], mode=self.compile_mode, options=options)
+        new = [one for one in modules if compiled_call(one) is None]
+        _compile(new, mode=self.compile_mode, options=options, dynamic=self.compile_dynamic or None)
 
     def _set_up_loaders(self, trainer: L.Trainer) -> None:
         """Change each loader just before its first iterator, whoever has made it, and whatever Lightning made of it."""
@@ -242,13 +273,12 @@ class Speedups(L.Callback):
             loader.pin_memory = self.pin_memory
         if self.batched_fetch:
             fetch_batches(loader)
-        if self.num_workers is None or isinstance(loader.dataset, IterableDataset):
-            return
-        loader.num_workers = self.num_workers
-        # a DataLoader takes no other value after its __init__, though nothing reads it before the first iterator
-        loader.__dict__["persistent_workers"] = self.num_workers > 0
-        if self.num_workers:
-            loader.prefetch_factor = loader.prefetch_factor or 2
+        if self.num_workers is not None and not isinstance(loader.dataset, IterableDataset):
+            loader.num_workers = self.num_workers
+            # a DataLoader takes no other value after its __init__, though nothing reads it before the first iterator
+            loader.__dict__["persistent_workers"] = self.num_workers > 0
+        if loader.num_workers:
+            loader.prefetch_factor = self.prefetch_factor or loader.prefetch_factor or 2
         else:
             loader.prefetch_factor = None
             loader.timeout = 0
@@ -310,6 +340,13 @@ def keep_freed_memory() -> None:
     libc = ctypes.CDLL(None)
     if not (libc.mallopt(_M_MMAP_MAX, 0) and libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)):
         raise RuntimeError("the C library did not take the settings of keep_freed_memory")
+
+
+def _how_to_start_with(allocator: AllocatorName) -> str:
+    if reason := why_no_allocator(allocator):
+        return f"allocator={allocator!r} has no effect: {reason}"
+    variables = " ".join(f"{name}={value}" for name, value in variables_for(allocator).items())
+    return f"allocator={allocator!r} has no effect in a process that has begun; start the program with {variables}"
 
 
 def machine_name() -> str:

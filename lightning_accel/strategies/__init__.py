@@ -38,6 +38,7 @@ _SHORT_NAMES: list[tuple[str, type[Strategy], str, dict[str, Any]]] = [
     ("accel_dp", DataParallelStrategy, "several devices in one process", {}),
     ("accel_expert_parallel", FullyShardedStrategy, "FSDP2, experts on all processes", {"expert_parallel_size": "all"}),
     ("accel_fsdp2", FullyShardedStrategy, "FSDP2 for any module", {}),
+    ("accel_fsdp2_offload", FullyShardedStrategy, "FSDP2, parameters on the host", {"cpu_offload": True}),
     ("accel_model_parallel", AtomicModelParallelStrategy, "ModelParallelStrategy with atomic checkpoints", {}),
     ("accel_pipeline", PipelineStrategy, "layers split over processes in a pipeline", {}),
 ]

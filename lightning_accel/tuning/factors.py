@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lightning_accel.measure.allocators import ALLOCATORS, why_no_allocator
 from lightning_accel.ops.native import missing_kernel
 from lightning_accel.tuning.project import Changes
 
@@ -13,6 +14,7 @@ _BFLOAT16 = {
     "precision=bf16-mixed": Changes(trainer={"precision": "bf16-mixed"}),
     "Bfloat16Precision": Changes(precision={"Bfloat16Precision": {}}),
 }
+_PREFETCH = 8  # batches ahead of a step, which level out items that take unequally long
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,12 @@ def device_settings(facts: Mapping[str, Any], is_cuda: bool) -> Iterator[Factor 
         yield speedup("keep_freed_memory", "memory", "exact", keep_freed_memory=True)
     else:
         yield Refusal("keep_freed_memory", "the C library is not glibc")
+    in_use = facts["allocator"]
+    for name in ALLOCATORS:
+        if reason := f"the process runs with {in_use} already" if in_use else why_no_allocator(name):
+            yield Refusal(f"allocator={name}", reason)
+        else:
+            yield speedup(f"allocator={name}", "memory", "exact", allocator=name)
 
 
 def channels_last(facts: Mapping[str, Any]) -> Factor | Refusal:
@@ -184,6 +192,9 @@ def compilations(facts: Mapping[str, Any]) -> Iterator[Factor | Refusal]:
             yield speedup(name, "compile", "exact", compile="children", compile_mode=mode)
     else:
         yield Refusal("compile=children", "the module has no submodule with parameters")
+    if facts["num_children"] and facts["shapes_vary"]:
+        name = "compile=children, compile_dynamic"
+        yield speedup(name, "compile", "exact", compile="children", compile_dynamic=True)
     if facts["num_blocks"] > 1:
         yield speedup("compile=blocks", "compile", "exact", compile="blocks")
     else:
@@ -230,6 +241,10 @@ def _loaders(facts: Mapping[str, Any], wait_share: float, is_cuda: bool) -> Iter
     if never_waits:
         yield Refusal("num_workers", never_waits)
         return
+    if now and not all(loader["persistent_workers"] for loader in loaders):
+        yield speedup("persistent_workers", "num_workers", "random", num_workers=now)
+    if now and not any(loader["prefetch_factor"] >= _PREFETCH for loader in loaders):
+        yield speedup(f"prefetch_factor={_PREFETCH}", "prefetch_factor", "exact", prefetch_factor=_PREFETCH)
     for number in sorted({0, 1, 2, facts["cores"]} - {now}):
         yield speedup(f"num_workers={number}", "num_workers", "random", num_workers=number)
 

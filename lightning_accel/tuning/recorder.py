@@ -19,14 +19,17 @@ from lightning_accel.callbacks.memory_savings import has_batch_norms
 from lightning_accel.callbacks.speedups import blocks_of, called_children, has_fused_step, loaders_of
 from lightning_accel.data.batched_fetch import why_by_sample
 from lightning_accel.measure import PeakMemory, bad_loss_of, batch_size_of
+from lightning_accel.measure.allocators import allocator_in_use
 from lightning_accel.measure.machine import Machine, describe_machine
 from lightning_accel.nn.deferred_weights import is_deferrable
 from lightning_accel.nn.recurrent.fused import is_fusible
 from lightning_accel.precision.float8 import why_not_float8
 from lightning_accel.strategies import AccelDDPStrategy, FullyShardedStrategy, find_blocks
+from lightning_accel.strategies.batch_splitting import leaves
 from lightning_accel.strategies.checkpoints.atomic import write_atomically
 from lightning_accel.tuning.identity import imported_code
 from lightning_accel.tuning.learning import larger_batches_of, why_not_bucketed_of
+from lightning_accel.tuning.variant import SHAPES_VARY
 
 
 class TrialEnd(Exception):
@@ -41,8 +44,9 @@ class StepRecorder(L.Callback):
     clock for all processes; validation is left out.
 
     Args:
-        folder: where ``steps.csv`` and ``facts.json`` are written, by the first process of the run, and by each, at
-            every power of 2 of steps, the peak of its memory until then, ``memory_RANK.csv``.
+        folder: where ``steps.csv`` and ``facts.json`` are written, by the first process of the run, and an empty
+            ``shapes_vary`` at the first batch whose tensors have other shapes than the first one's; by each process,
+            at every power of 2 of steps, the peak of its memory until then, ``memory_RANK.csv``.
         num_steps: steps after which :class:`TrialEnd` is raised; None for no end.
         with_losses: also record losses, for which a GPU has to be waited for.
         perturb: move each weight by one rounding at the beginning, to learn what rounding does to the losses.
@@ -59,6 +63,7 @@ class StepRecorder(L.Callback):
         self._begin: float | None = None
         self._memory: PeakMemory | None = None
         self._random_state: list[int] | None = None  # before the first step
+        self._shapes: list[Any] | None = None  # of the first batch, until another has others
         self._waited = self._validated = self._validation_begin = 0.0
         self.num_recorded = 0
 
@@ -99,6 +104,10 @@ class StepRecorder(L.Callback):
                     draws = self._random_state != _random_state(trainer.strategy.root_device)
                     seen = {"draws": draws, "bad_loss": bad_loss_of(pl_module, outputs)}
                     part.write_text(json.dumps(facts_of(trainer, pl_module, batch) | seen))
+                self._shapes = _shapes_of(batch)
+            elif self._shapes is not None and _shapes_of(batch) != self._shapes:
+                (self.folder / SHAPES_VARY).touch()
+                self._shapes = None
             self._begin, self._waited, self._validated = now, 0.0, 0.0
         self.num_recorded += 1
         if self._memory is not None and self.num_recorded & (self.num_recorded - 1) == 0:
@@ -134,6 +143,7 @@ def model_facts_of(trainer: L.Trainer, module: L.LightningModule) -> dict[str, A
         "world_size": trainer.world_size,
         "precision": str(trainer.precision),
         "threads": torch.get_num_threads(),
+        "allocator": allocator_in_use(),
         "cores": max(1, int(machine.cores)),
         "bfloat16_units": _has_bfloat16_units(machine, trainer.strategy.root_device),
         "num_parameters": sum(parameter.numel() for parameter in module.parameters()),
@@ -172,6 +182,8 @@ def facts_of(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> dict[
         "loaders": [
             {
                 "num_workers": loader.num_workers,
+                "persistent_workers": loader.persistent_workers,
+                "prefetch_factor": loader.prefetch_factor or 0,
                 "pin_memory": loader.pin_memory,
                 "is_iterable": isinstance(loader.dataset, IterableDataset),
                 "by_sample": why_by_sample(loader),
@@ -227,6 +239,16 @@ def _kind_of(strategy: Strategy) -> str:
     if isinstance(strategy, FullyShardedStrategy | FSDPStrategy):
         return "sharded"
     return "ddp" if is_ddp(strategy) else "other"
+
+
+def _shapes_of(batch: Any) -> list[Any]:
+    """Return the shapes of tensors in a batch, and the sizes of graphs."""
+    return [
+        tuple(leaf.shape)
+        if isinstance(leaf, Tensor)
+        else [getattr(leaf, f"num_{of}", None) for of in ("nodes", "edges")]
+        for leaf in leaves(batch)
+    ]
 
 
 def _random_state(device: torch.device) -> list[int]:

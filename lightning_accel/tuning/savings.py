@@ -20,6 +20,7 @@ def savings_for(facts: Mapping[str, Any]) -> Iterator[Factor | Refusal]:
     yield from _micro_batches(facts)
     yield _checkpointing(facts)
     yield from strategies(facts) if facts["strategy"] == "ddp" and facts["world_size"] > 1 else ()
+    yield from _offloads(facts)
     yield from precisions(facts, facts["device"] == "cuda")
     yield from compilations(facts)
     workers = max((loader["num_workers"] for loader in facts["loaders"]), default=0)
@@ -58,6 +59,21 @@ def _checkpointing(facts: Mapping[str, Any]) -> Factor | Refusal:
     if facts["batch_norms_in_blocks"]:
         return Refusal(name, "the batch norms in the blocks would run twice, and have other running statistics")
     return Factor(name, name, "exact", Changes(savings={name: True}))
+
+
+def _offloads(facts: Mapping[str, Any]) -> Iterator[Factor | Refusal]:
+    """Yield what keeps activations, or parameters and what belongs to them, on the host."""
+    name = "activation_offload"
+    if facts["device"] != "cuda":
+        yield Refusal(name, "activations are in the memory of the host already")
+        return
+    if facts["strategy"] in ("single", "ddp"):
+        yield Factor(name, name, "exact", Changes(savings={name: True}))
+    else:
+        yield Refusal(name, "the strategy splits parameters itself: it may keep them on the host")
+    if facts["strategy"] != "other":
+        changes = Changes(trainer={"strategy": "accel_fsdp2_offload"})
+        yield Factor("strategy=accel_fsdp2_offload", "strategy", "exact", changes)
 
 
 def saving_of(reference: Variant, variant: Variant) -> float:

@@ -336,7 +336,7 @@ class Search:
 
     def _record_outputs(self, changes: Changes, perturb: bool) -> Outputs:
         self._say("outputs")
-        folder, server = self._variants.new_folder(), self._variants.server
+        folder, server = self._variants.new_folder(), self._variants.server_for(changes)
         try:
             return record_outputs(self.project, changes, folder, self._deadline(1.0), perturb, server)
         except TrialError:
@@ -353,10 +353,11 @@ class Search:
         def measure() -> tuple[dict[str, Any], float | None]:
             self._say(f"losses of {names}" if names else "losses of the run as it is")
             begin = time.monotonic()
+            changes = together(factors)
             try:
                 losses = record_losses(
-                    self.project, together(factors), self._variants.new_folder(), seeds, num_steps, self._deadline(1.0),
-                    perturb, self._variants.server,
+                    self.project, changes, self._variants.new_folder(), seeds, num_steps, self._deadline(1.0),
+                    perturb, self._variants.server_for(changes),
                 )  # fmt: skip
             except TrialError:
                 if not self._variants.has_lost(Changes()):

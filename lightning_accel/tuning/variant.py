@@ -12,12 +12,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_accel.measure.allocators import AllocatorName, variables_for
 from lightning_accel.strategies.checkpoints.atomic import explain_disk_errors
 from lightning_accel.tuning.fork_server import ForkedProcess, ForkServer, can_fork
 from lightning_accel.tuning.project import Changes, Project
 from lightning_accel.tuning.serving import NUM_SAMPLES
 
 IN_TRIAL = "LIGHTNING_ACCEL_IN_TRIAL"  # a variable of processes of trials, and of those that they start
+SHAPES_VARY = "shapes_vary"  # a file of a trial
 NO_ROOM = 74  # status of a process that found no room for its error, as sysexits.h has it
 _POLL = 0.02  # seconds
 
@@ -58,7 +60,7 @@ class Variant:
         project: what is fitted.
         changes: with which changes.
         folder: an empty folder for its files.
-        server: forks its first process, which is started anew without one.
+        server: forks its first process, which is started anew without one; of the allocator that the changes name.
         stall_timeout: seconds without a step after which it counts as hanging; ten times as long before the first.
     """
 
@@ -99,7 +101,8 @@ class Variant:
             self.folder.mkdir(parents=True)
             path.write_text(json.dumps(specification))
             output.touch()
-        self._process = (self.server and self.server.fork(path, output)) or _new_process(path, output)
+        forked = self.server and self.server.fork(path, output)
+        self._process = forked or _new_process(path, output, self.changes.speedups.get("allocator"))
         # when this process ends, however it does, the pipe closes, and nothing frozen stays behind
         guard = f"read line; kill -KILL -{self._process.pid}"
         self._guard = subprocess.Popen(["sh", "-c", guard], stdin=subprocess.PIPE, start_new_session=True)
@@ -113,8 +116,12 @@ class Variant:
         return self._process is not None and self._process.poll() is None
 
     def facts(self) -> dict[str, Any]:
-        """Return what the first step wrote, see :func:`lightning_accel.tuning.recorder.facts_of`."""
-        return json.loads((self.folder / "facts.json").read_text())
+        """Return what the first step wrote, see :func:`lightning_accel.tuning.recorder.facts_of`.
+
+        ``shapes_vary`` tells whether tensors of a batch since then had other shapes.
+        """
+        facts = json.loads((self.folder / "facts.json").read_text())
+        return facts | {"shapes_vary": (self.folder / SHAPES_VARY).exists()}
 
     def peak_bytes(self) -> dict[int, int]:
         """Return the peak of the memory of all ranks by numbers of steps, powers of 2."""
@@ -254,26 +261,32 @@ class Variant:
             os.killpg(self._process.pid, number)
 
 
-def fork_server() -> ForkServer | None:
-    """Return a server that forks the processes of variants, None where they have to be new ones."""
-    return ForkServer(_COMMAND, _environment()) if can_fork() else None
+def fork_server(allocator: AllocatorName | None = None) -> ForkServer | None:
+    """Return a server that forks the processes of variants, None where they have to be new ones.
+
+    Args:
+        allocator: of memory in these processes.
+    """
+    return ForkServer(_COMMAND, _environment(allocator)) if can_fork() else None
 
 
-def _new_process(specification: Path, output: Path) -> subprocess.Popen[bytes]:
+def _new_process(specification: Path, output: Path, allocator: AllocatorName | None = None) -> subprocess.Popen[bytes]:
     with open(output, "wb") as file:
         return subprocess.Popen(
             [*_COMMAND, str(specification.resolve())],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=_environment(),
+            env=_environment(allocator),
             start_new_session=True,
         )
 
 
-def _environment() -> dict[str, str]:
+def _environment(allocator: AllocatorName | None) -> dict[str, str]:
     """Return the variables of this process, but for those by which launchers tell the processes of a run apart."""
     environment = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
+    if allocator is not None:
+        environment |= variables_for(allocator)
     return environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), IN_TRIAL: "1"}
 
 

@@ -1,8 +1,10 @@
-"""The variants of a search: those that are frozen between measurements, and the server of their processes."""
+"""The variants of a search: those that are frozen between measurements, and the servers of their processes."""
 
 import shutil
 from pathlib import Path
 
+from lightning_accel.measure.allocators import AllocatorName
+from lightning_accel.tuning.fork_server import ForkServer
 from lightning_accel.tuning.project import Changes, Project
 from lightning_accel.tuning.variant import Variant, fork_server
 
@@ -18,7 +20,7 @@ class Variants:
     def __init__(self, project: Project, folder: Path) -> None:
         self.project = project
         self.folder = folder
-        self.server = fork_server()
+        self._servers: dict[AllocatorName | None, ForkServer | None] = {}
         self._warm: dict[str, tuple[Variant, float]] = {}
         self._number = 0
         _remove(folder)
@@ -33,7 +35,14 @@ class Variants:
 
     def new(self, changes: Changes) -> Variant:
         """Return a variant that has not been started."""
-        return Variant(self.project, changes, self.new_folder(), self.server)
+        return Variant(self.project, changes, self.new_folder(), self.server_for(changes))
+
+    def server_for(self, changes: Changes) -> ForkServer | None:
+        """Return the server that forks processes with the allocator that changes name, None if there is none."""
+        allocator = changes.speedups.get("allocator")
+        if allocator not in self._servers:
+            self._servers[allocator] = fork_server(allocator)
+        return self._servers[allocator]
 
     def warm(self, changes: Changes, deadline: float) -> tuple[Variant, float]:
         """Return a frozen variant and how long it took to warm up; one that was used before, if there is one."""
@@ -58,21 +67,22 @@ class Variants:
                 self._warm.pop(key)[0].stop()
 
     def has_lost(self, changes: Changes) -> bool:
-        """Return whether a frozen variant or the server has ended by itself, and go on without what has."""
+        """Return whether a frozen variant or a server has ended by itself, and go on without what has."""
         is_lost = changes in self and not self._warm[str(changes)][0].is_alive
         self.forget_ended()
-        if self.server is not None and self.server.has_ended:
-            self.server.stop()
-            # one that never forked would end again
-            self.server, is_lost = fork_server() if self.server.has_forked else None, True
+        for allocator, server in self._servers.items():
+            if server is not None and server.has_ended:
+                server.stop()
+                # one that never forked would end again
+                self._servers[allocator], is_lost = fork_server(allocator) if server.has_forked else None, True
         return is_lost
 
     def stop(self) -> None:
         """End everything, and remove the files."""
         for variant, _ in self._warm.values():
             variant.stop()
-        if self.server is not None:
-            self.server.stop()
+        for server in filter(None, self._servers.values()):
+            server.stop()
         _remove(self.folder)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from lightning_accel.callbacks.speedups import machine_name
+from lightning_accel.measure.allocators import variables_for
 from lightning_accel.ops.extras import require_module
 from lightning_accel.strategies.checkpoints.atomic import write_atomically
 from lightning_accel.tuning.outcome import LEAST_SPEED, Measurement, Outcome
@@ -89,6 +90,13 @@ def _report(outcome: Outcome, command: str, date: str) -> str:
         lines += [f"{reason[0].upper()}{reason[1:]}. Nothing is changed."]
         if proof is not None:
             lines += ["", f"Together, the best changes gave {proof.memory or proof.ratio or proof.reason}."]
+    if allocator := outcome.changes.speedups.get("allocator"):
+        variables = " ".join(f"{name}={value}" for name, value in variables_for(allocator).items())
+        lines += [
+            "",
+            f"The allocator {allocator} is in a process from its start. `lightning-accel` starts itself again with it; "
+            f"start a program of your own with these variables: `{variables}`.",
+        ]
     lines += _notes(outcome)
     lines += ["", *[f"- {'equal' if v.passed else 'not shown to be equal'}: {v.reason}" for v in outcome.verdicts]]
     lines += [

@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel.callbacks import MemorySavings
+from lightning_accel.callbacks.memory_savings import activations_on_host
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings(
@@ -152,6 +153,7 @@ class ByHand(Net):
         ({"micro_batches": 2}, Net, {"strategy": "accel_fsdp2"}, TypeError, "accumulate_grad_batches"),
         ({"micro_batches": 2}, lambda: Net(norm=nn.BatchNorm1d(6)), {}, ValueError, "smaller batches"),
         ({"activation_checkpointing": True}, lambda: Net(norm=nn.BatchNorm1d(6)), {}, ValueError, "twice"),
+        ({"activation_offload": True}, Net, {}, ValueError, "those of a cpu device are already; take it out"),
     ],
 )
 def test_rejects_what_would_train_otherwise(savings, net, options, error, words):
@@ -161,6 +163,49 @@ def test_rejects_what_would_train_otherwise(savings, net, options, error, words)
     finally:
         if dist.is_initialized():  # by the strategy, before the callback rejects it
             dist.destroy_process_group()
+
+
+def test_activations_move_to_the_host_and_parameters_do_not():
+    """On a CPU, where what was moved is another tensor: it does not see what is written into its origin."""
+
+    def gradients(after_forward=lambda: None, least_bytes=0):
+        x.grad, layer.weight.grad = None, None
+        with activations_on_host(layer, torch.device("cpu"), least_bytes):
+            loss = layer(x).sum()
+        kept = x.detach().clone(), layer.weight.detach().clone()
+        after_forward()
+        loss.backward()
+        x.data.copy_(kept[0])
+        layer.weight.data.copy_(kept[1])
+        return x.grad.clone(), layer.weight.grad.clone()
+
+    x, layer = torch.randn(5, 6, requires_grad=True), nn.Linear(6, 9)
+    of_x, of_weight = gradients(least_bytes=2**40)
+    moved = gradients(lambda: x.data.zero_())
+    assert all(torch.equal(*pair) for pair in zip(moved, (of_x, of_weight), strict=True))
+    assert not gradients(lambda: x.data.zero_(), least_bytes=x.nbytes + 1)[1].any()
+    assert not gradients(lambda: layer.weight.data.zero_())[0].any()
+
+
+class Wide(Net):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(6, 512), nn.Tanh(), nn.Linear(512, 6)) for _ in range(8)])
+
+
+@pytest.mark.gpu
+def test_activations_are_on_the_host_between_the_passes():
+    def fitted(**options):
+        L.seed_everything(0, verbose=False)
+        module = Wide()
+        trainer = L.Trainer(max_steps=3, accelerator="gpu", devices=1, callbacks=[MemorySavings(**options)], **QUIET)
+        torch.cuda.reset_peak_memory_stats()
+        trainer.fit(module, DataLoader(TensorDataset(torch.randn(3 * 4096, 6), torch.arange(3 * 4096) % 2), 4096))
+        return module.losses, torch.cuda.max_memory_allocated()
+
+    (plain, before), (losses, after) = fitted(), fitted(activation_offload=True)
+    assert losses == plain
+    assert after < 0.6 * before
 
 
 def test_rejects_no_parts():

@@ -145,11 +145,15 @@ def test_workers_load_each_item_once_an_epoch():
     assert sorted(module.seen[12:]) == sorted(plain.seen[12:])  # in an order that workers that stay draw otherwise
 
 
-def test_workers_can_be_taken_away():
+def test_workers_can_be_taken_away_or_load_further_ahead():
     loader = DataLoader(TensorDataset(*samples()), batch_size=4, num_workers=1, persistent_workers=True, timeout=9)
+    module = fit(loader, prefetch_factor=5)
+    assert (module.met["workers"], loader.prefetch_factor, loader.timeout) == (1, 5, 9)
     module = fit(loader, num_workers=0)
-    assert module.met["workers"] == 0
+    assert (module.met["workers"], loader.prefetch_factor, loader.timeout) == (0, None, 0)
     assert len(module.losses) == 6
+    fit(loader, prefetch_factor=5)  # which a loader without workers has no use for
+    assert loader.prefetch_factor is None
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
@@ -200,12 +204,14 @@ def test_compiled_modules_train_alike_and_keep_their_names(compiler, scope):
     assert graphs["unique_graphs"] > before
 
 
-def test_a_mode_reaches_torch_compile(monkeypatch):
+def test_a_mode_and_dynamic_shapes_reach_torch_compile(monkeypatch):
     asked = []
-    monkeypatch.setattr(nn.Module, "compile", lambda module, **arguments: asked.append(arguments["mode"]))
+    names = "mode", "dynamic"
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **given: asked.append(tuple(map(given.get, names))))
     fit(compile="blocks", compile_mode="reduce-overhead")
     fit(compile="children")
-    assert asked == ["reduce-overhead"] * 2 + [None] * 2
+    fit(compile="children", compile_dynamic=True)
+    assert asked == [("reduce-overhead", None)] * 2 + [(None, None)] * 2 + [(None, True)] * 2
 
 
 class Encoder(Net):
@@ -351,12 +357,31 @@ def test_another_machine_is_warned_of():
         Speedups()
 
 
+def test_what_an_allocator_needs_is_told_where_it_is_missing(monkeypatch):
+    monkeypatch.setattr(speedups, "why_no_allocator", lambda _: "")
+    monkeypatch.setattr(speedups, "variables_for", lambda name: {"LD_PRELOAD": f"lib{name}.so", "OTHER": "1"})
+    with pytest.warns(UserWarning, match="start the program with LD_PRELOAD=libtcmalloc.so OTHER=1"):
+        fit(allocator="tcmalloc")
+    monkeypatch.setattr(speedups, "why_no_allocator", lambda _: "not installed")
+    with pytest.warns(UserWarning, match="allocator='jemalloc' has no effect: not installed"):
+        fit(allocator="jemalloc")
+    monkeypatch.setattr(speedups, "allocator_in_use", lambda: "jemalloc")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="allocator")
+        fit(allocator="jemalloc")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"threads": 0}, "threads must be at least 1; got 0"),
         ({"attention": "flash"}, "attention must be one of native, math, efficient, cudnn; got 'flash'"),
         ({"num_workers": -1}, "num_workers must be at least 0; got -1"),
+        ({"prefetch_factor": 0}, "prefetch_factor must be at least 1; got 0"),
+        ({"num_workers": 0, "prefetch_factor": 4}, "prefetch_factor=4 needs workers"),
+        ({"compile_dynamic": True}, "compile_dynamic needs compile"),
+        ({"allocator": "malloc"}, "allocator must be one of tcmalloc, jemalloc, huge_pages; got 'malloc'"),
+        ({"allocator": "tcmalloc", "keep_freed_memory": True}, "leave keep_freed_memory out"),
         ({"compile_mode": "max-autotune"}, "compile_mode='max-autotune' needs compile"),
         (
             {"compile": "blocks", "compile_mode": "max-autotune", "native_dropout": True},

@@ -142,6 +142,11 @@ def holds_activations(**trainer_options):
     return trainer, Deep(), DataLoader(data, batch_size=3000)
 
 
+def has_a_smaller_batch(**trainer_options):
+    trainer, module, _ = run(None, trainer_options)
+    return trainer, module, DataLoader(TensorDataset(torch.ones(5, 5), torch.arange(5) % 2), batch_size=3)
+
+
 def two_ranks(**trainer_options):
     return run(None, {"strategy": "ddp", "devices": 2} | trainer_options)
 

@@ -18,12 +18,13 @@ from unittest.mock import Mock
 import pytest
 
 from lightning_accel.strategies.checkpoints.atomic import NotWrittenError
-from lightning_accel.tuning import fork_server, parity, program, search, tune, variants
+from lightning_accel.tuning import factors, fork_server, parity, program, search, tune, variants, writing
 from lightning_accel.tuning.fork_server import ForkServer
 from lightning_accel.tuning.journal import Journal
 from lightning_accel.tuning.project import Changes, Project, project_of
 from lightning_accel.tuning.search import Search
 from lightning_accel.tuning.variant import NO_ROOM, DiskFullError, TrialError, Variant
+from lightning_accel.tuning.writing import write_outcome
 from tests.tuning import foreign_run
 from tests.tuning.test_search import World, names, run
 
@@ -150,7 +151,7 @@ def ended_once(monkeypatch, patched, name, end):
 def test_a_change_is_not_blamed_for_what_else_has_ended(world, tmp_path, monkeypatch, what):
     server = SimpleNamespace(has_ended=False, has_forked=True, stop=lambda: None)
     servers = [server, copy(server)]
-    monkeypatch.setattr(variants, "fork_server", lambda: servers.pop(0))
+    monkeypatch.setattr(variants, "fork_server", lambda allocator: None if allocator else servers.pop(0))
 
     def end(reference, variant):
         if what == "the server":
@@ -168,9 +169,35 @@ def test_a_change_is_not_blamed_for_what_else_has_ended(world, tmp_path, monkeyp
 
 def test_losses_are_recorded_again_if_the_server_has_ended(world, tmp_path, monkeypatch):
     server = SimpleNamespace(has_ended=False, has_forked=True, stop=lambda: None)
-    monkeypatch.setattr(variants, "fork_server", Mock(side_effect=[server, copy(server)]))
+    servers = [server, copy(server)]
+    monkeypatch.setattr(variants, "fork_server", lambda allocator: None if allocator else servers.pop(0))
     ended_once(monkeypatch, search, "record_losses", lambda *_: setattr(server, "has_ended", True))
     assert not any("SIGKILL" in verdict.reason for verdict in run(tmp_path).verdicts)
+
+
+def test_each_allocator_has_a_server_of_its_own(world, tmp_path, monkeypatch):
+    """Variants with it, and their losses, come from there."""
+    monkeypatch.setattr(factors, "why_no_allocator", lambda name: "not here" if name == "huge_pages" else "")
+    stopped = []
+
+    def server_with(allocator):
+        return SimpleNamespace(has_ended=False, allocator=allocator, stop=lambda: stopped.append(allocator))
+
+    monkeypatch.setattr(variants, "fork_server", server_with)
+    world.speed = {"allocator": 1.5, "compile": 1.2}
+    outcome = run(tmp_path)
+    assert names(outcome) == ["compile", "memory"]
+    begun = [(one.changes, one.server) for one in world.variants]
+    for pairs in (begun, world.recorded_from):
+        assert {server.allocator for _, server in pairs} >= {None, "tcmalloc"}
+        assert all(server.allocator == changes.speedups.get("allocator") for changes, server in pairs)
+    monkeypatch.setattr(writing, "variables_for", lambda name: {"LD_PRELOAD": f"lib{name}.so", "MORE": "1"})
+    write_outcome(outcome, tmp_path, "a run", "today")
+    assert "start a program of your own with these variables: `LD_PRELOAD=libtcmalloc.so MORE=1`" in (
+        tmp_path / "report.md"
+    ).read_text(encoding="utf-8")
+    assert "allocator: tcmalloc  # alone 1.5" in (tmp_path / "tuned.yaml").read_text(encoding="utf-8")
+    assert sorted(stopped, key=str) == [None, "jemalloc", "tcmalloc"]
 
 
 def test_temporary_folders_of_killed_trials_are_removed(tmp_path):

@@ -5,6 +5,7 @@ import json
 import pytest
 import yaml
 
+from lightning_accel.tuning import factors
 from lightning_accel.tuning.factors import Factor, Refusal
 from lightning_accel.tuning.latencies import Latency, LatencyRate, latency_factors_for
 from lightning_accel.tuning.program import tune
@@ -14,8 +15,10 @@ from lightning_accel.tuning.writing import write_outcome
 from tests.tuning import foreign_run
 from tests.tuning.test_search import FACTS, World, names, run
 
-SERVED = {name: FACTS[name] for name in ("device", "precision", "world_size", "threads", "cores", "bfloat16_units")} | {
-    "code": FACTS["code"], "num_conv2d": 3, "has_attention": False, "num_deferrable_attentions": 0,
+OF_MACHINE = "device", "precision", "world_size", "threads", "allocator", "cores", "bfloat16_units"
+SERVED = {name: FACTS[name] for name in OF_MACHINE} | {
+    "code": FACTS["code"], "shapes_vary": False,
+    "num_conv2d": 3, "has_attention": False, "num_deferrable_attentions": 0,
     "num_children": 1, "num_blocks": 4,
     "planned_steps": None, "stage": "predict",
 }  # fmt: skip
@@ -89,9 +92,10 @@ def tried(**facts):
     return [one.name for one in latency_factors_for(SERVED | facts) if isinstance(one, Factor)]
 
 
-def test_factors_are_those_of_a_model_in_use():
+def test_factors_are_those_of_a_model_in_use(monkeypatch):
+    monkeypatch.setattr(factors, "why_no_allocator", lambda name: "" if name == "jemalloc" else "not here")
     everything = tried()
-    exact = ["threads=1", "keep_freed_memory", "channels_last"]
+    exact = ["threads=1", "keep_freed_memory", "allocator=jemalloc", "channels_last"]
     digits = ["matmul_precision=medium", "precision=bf16-mixed", "Bfloat16Precision"]
     assert everything == [*exact, *digits, "compile=children", "compile=blocks"]
     assert set(everything) - set(tried(bfloat16_units=False)) == set(digits)

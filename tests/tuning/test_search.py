@@ -37,6 +37,8 @@ FACTS = {
     "batch_norms_in_blocks": False,
     "draws": False,
     "threads": 2,
+    "allocator": "",
+    "shapes_vary": False,
     "cores": 2,
     "bfloat16_units": True,
     "num_conv2d": 3,
@@ -52,7 +54,16 @@ FACTS = {
     "not_float8": "a cpu device",
     "fusible_optimizers": ["Adam"],
     "fused": False,
-    "loaders": [{"num_workers": 0, "pin_memory": False, "is_iterable": False, "by_sample": ""}],
+    "loaders": [
+        {
+            "num_workers": 0,
+            "persistent_workers": False,
+            "prefetch_factor": 0,
+            "pin_memory": False,
+            "is_iterable": False,
+            "by_sample": "",
+        }
+    ],
 }
 
 
@@ -64,8 +75,8 @@ class World:
         self.bytes = {"micro_batches": 0.4, "activation_checkpointing": 0.6, "precision": 0.8}
         self.fails, self.start_seconds, self.needed = {}, {}, {}
         self.unequal, self.different, self.pairs = set(), set(), {}
-        self.started, self.interrupt_at = [], None
-        self.seeds, self.deciding_seeds = [], 5
+        self.started, self.variants, self.interrupt_at = [], [], None
+        self.seeds, self.recorded_from, self.deciding_seeds = [], [], 5
         self.turns = set()
         self.num_steps, self.samples = {}, {}
         self.passed_seconds, self.seed_seconds = 0.0, 0.0
@@ -74,8 +85,9 @@ class World:
 
         class Stub:
             def __init__(self, project, changes, folder, server):
-                self.changes = changes
+                self.changes, self.server = changes, server
                 self.is_alive = True
+                world.variants.append(self)
 
             def start(self):
                 world.started.append(self.changes)
@@ -139,7 +151,8 @@ class World:
         self.deviating_pairs = []
         monkeypatch.setattr(search, "OutputComparison", Outputs)
 
-    def record(self, project, changes, folder, seeds, num_steps, *_):
+    def record(self, project, changes, folder, seeds, num_steps, deadline, perturb, server):
+        self.recorded_from.append((changes, server))
         self.seeds.append((str(self.names(changes)), list(seeds)))
         self.num_steps[str(self.names(changes))] = num_steps
         self.passed_seconds += self.seed_seconds * len(seeds)
@@ -590,6 +603,28 @@ def test_fewer_workers_are_tried_where_there_are_some():
     assert not any("num_workers" in one.name for one in savings_for(FACTS))
 
 
+def test_offloads_are_tried_on_a_gpu():
+    def found(**facts):
+        return {one.name for one in savings_for(FACTS | facts) if isinstance(one, Factor) and "offload" in one.name}
+
+    assert not found()
+    assert found(device="cuda") == {"activation_offload", "strategy=accel_fsdp2_offload"}
+    assert found(device="cuda", strategy="sharded") == {"strategy=accel_fsdp2_offload"}
+    assert not found(device="cuda", strategy="other")
+
+
+def test_allocators_are_tried_where_they_are_installed(monkeypatch):
+    def found(**facts):
+        every = {one.name: one for one in factors_for(FACTS | facts, 0.2)}
+        return {name: every[f"allocator={name}"] for name in ("tcmalloc", "jemalloc", "huge_pages")}
+
+    monkeypatch.setattr(factors, "why_no_allocator", lambda name: "" if name == "tcmalloc" else "not here")
+    one, *others = found().values()
+    assert one == Factor("allocator=tcmalloc", "memory", "exact", Changes(speedups={"allocator": "tcmalloc"}))
+    assert others == [Refusal(f"allocator={name}", "not here") for name in ("jemalloc", "huge_pages")]
+    assert {one.reason for one in found(allocator="jemalloc").values()} == {"the process runs with jemalloc already"}
+
+
 def tried(waited=0.2, **facts):
     return {one.name for one in factors_for(FACTS | facts, waited) if isinstance(one, Factor)}
 
@@ -610,7 +645,12 @@ def test_factors_are_those_that_the_run_admits():
         "num_workers=1",
         "num_workers=2",
     }
-    assert tried(loaders=[FACTS["loaders"][0] | {"num_workers": 4}]) - everything == {"num_workers=0"}
+    workers = FACTS["loaders"][0] | {"num_workers": 4, "prefetch_factor": 2}
+    further = {"num_workers=0", "persistent_workers", "prefetch_factor=8"}
+    assert tried(loaders=[workers]) - everything == further
+    kept = workers | {"persistent_workers": True, "prefetch_factor": 9}
+    assert tried(loaders=[kept]) - everything == {"num_workers=0"}
+    assert tried(shapes_vary=True) - everything == {"compile=children, compile_dynamic"}
     assert everything - tried(precision="bf16-mixed") == bfloat16
     graphs = {f"compile=children, compile_mode={mode}" for mode in ("reduce-overhead", "max-autotune")}
     assert {"precision=16-mixed", "benchmark", "pin_memory"} | graphs < tried(device="cuda")

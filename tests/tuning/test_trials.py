@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 
+from lightning_accel.measure.allocators import ALLOCATORS, why_no_allocator
 from lightning_accel.tuning import tune
 from lightning_accel.tuning.parity import are_equal, record_losses
 from lightning_accel.tuning.project import Changes, project_of
@@ -63,6 +64,27 @@ def test_turns_freeze_all_processes(tmp_path, any_server):
         variant.stop()
     assert group_is(variant, {"Z"}), group(variant)  # nothing is left behind; the worker's parent is gone
     assert not list(tmp_path.rglob("*.ckpt"))
+
+
+def test_a_trial_begins_with_the_allocator_of_its_changes(tmp_path, any_server):
+    """And says whether batches have other shapes than the first."""
+    name = next((one for one in ALLOCATORS if not why_no_allocator(one)), None)
+    if name is None:
+        pytest.skip("no allocator is installed, and huge pages are not for those that ask")
+    changes = Changes(speedups={"allocator": name})
+    server = fork_server(name) if any_server else None
+    for number, (one, make) in enumerate(((changes, foreign_run.has_a_smaller_batch), (Changes(), foreign_run.works))):
+        variant = Variant(project_of(make), one, tmp_path / str(number), server if number == 0 else any_server)
+        variant.start()
+        try:
+            variant.warm_up(soon())
+            facts = variant.facts()
+        finally:
+            variant.stop()
+        assert facts["allocator"] == (name if number == 0 else "")
+        assert facts["shapes_vary"] == (number == 0)
+    if server is not None:
+        server.stop()
 
 
 def group(variant):
