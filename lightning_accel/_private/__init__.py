@@ -17,7 +17,10 @@ OVERRIDDEN = {
 }
 
 REPLACED = {
-    "callbacks/batching.py": {"process_dataloader": "no hook comes between a loader and its first iteration"},
+    "callbacks/batching.py": {
+        "process_dataloader": "no hook comes between a loader and its first iteration",
+        "batch_to_device": "no hook of callbacks gets a batch before it is on the device, or may return another",
+    },
     "callbacks/compression_phase.py": {"check_monitor_top_k": "ModelCheckpoint has no hook before it saves"},
     "callbacks/deployment/copies.py": {"forward": "other files of one module are validated in it, for a moment"},
     "callbacks/distillation/callback.py": {"training_step": "callbacks cannot add to the loss"},

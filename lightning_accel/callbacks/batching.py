@@ -1,29 +1,42 @@
-"""Other batches for any module and DataLoader: larger ones, with their learning rate, and those of similar lengths."""
+"""Other batches for any module: larger ones, with their learning rate, those of similar lengths, and less padding."""
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, get_args
 
 import lightning as L
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import initial_seed
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_accel._private.torch import makes_own_iterators
+from lightning_accel.callbacks.ddp_settings import is_ddp
 from lightning_accel.callbacks.length_buckets import length_buckets, why_not_bucketed
+from lightning_accel.callbacks.padding import (
+    Padding,
+    changes_for,
+    choose_change,
+    has_padding,
+    longest_of,
+    training_of,
+    why_not_padded,
+)
 from lightning_accel.callbacks.speedups import loaders_of
+from lightning_accel.callbacks.trainer_callbacks import require_own_steps
 from lightning_accel.data.samplers import ResumableLoader
+from lightning_accel.ops.names import require_one_of
 
 
 class Batching(L.Callback):
-    """Train any module on larger batches, at a learning rate that goes with them, or on samples of similar length.
+    """Train any module on larger batches, on samples of similar length, or on batches with less padding.
 
-    ``lightning-accel tune --allow batch_size,length_bucketed`` finds them and writes them to a config, if losses after
-    as many samples are equivalent over seeds. Batches of the training loader have ``batch_size_factor`` times as many
-    samples, and so has each update, whatever ``accumulate_grad_batches`` is. Options of optimizers change within each
-    update alone, after the gradients are computed: schedulers, logs and checkpoints see the learning rate as it was
-    given.
+    ``lightning-accel tune`` finds whether less padding pays and, with ``--allow batch_size,length_bucketed,packed``,
+    the others, and writes them to a config, if losses after as many samples are equivalent over seeds. Batches of the
+    training loader have ``batch_size_factor`` times as many samples, and so has each update, whatever
+    ``accumulate_grad_batches`` is. Options of optimizers change within each update alone, after the gradients are
+    computed: schedulers, logs and checkpoints see the learning rate as it was given.
 
     - SGD takes the learning rate times the factor (linear rule); momentum stays. The warm-up that the source adds for
       the first epochs is left to the run's own scheduler.
@@ -41,33 +54,49 @@ class Batching(L.Callback):
             pads shuffled ones. The length of a sample is that of its first tensor, array or list of numbers with one
             dimension; each process reads all samples once before training. All samples are trained on: ``drop_last``
             is not kept.
+        padding: ``trimmed`` leaves out the last columns of a batch that are padding of all its samples, which
+            tokenizers with ``padding="max_length"`` make many of; ``packed`` also puts several sequences in a row, as
+            long as the longest. The attention mask is the ``attention_mask`` of a mapping or, to be trimmed, the tensor
+            of 0 and 1 in a tuple. Packed batches are of transformers' kind, with ``input_ids``, ``labels`` of each
+            token and a loss that is a mean over tokens; they get ``position_ids`` and, for encoders, a mask of (R, 1,
+            P, P). Before a batch with padding is trained on that has a longer sample than all before, a training step
+            in eval mode shows that its loss and gradients are as with padding (under sharded strategies, its loss).
 
     Raises:
-        ValueError: if the factor is less than 1.
+        ValueError: if the factor is less than 1, or ``padding`` is another word.
         TypeError: before training, if the loader is not a DataLoader of a map-style data set whose batch sampler has a
             ``batch_size``, or if an optimizer has no rule for the factor; with ``length_bucketed``, if the loader does
-            not shuffle and pad samples of several lengths.
+            not shuffle and pad samples of several lengths; with ``padding``, before the first step, if batches have no
+            attention mask of tokens, cannot be packed, or would be trained on otherwise without padding.
 
     Source: linear: Goyal et al. 2017, Accurate, Large Minibatch SGD, https://arxiv.org/abs/1706.02677, section 2.1.
     Square root: Malladi et al. 2022, On the SDEs and Scaling Rules for Adaptive Gradient Algorithms,
     https://arxiv.org/abs/2205.10287.
     """
 
-    def __init__(self, batch_size_factor: int = 1, length_bucketed: bool = False) -> None:
+    def __init__(
+        self, batch_size_factor: int = 1, length_bucketed: bool = False, padding: Padding | None = None
+    ) -> None:
         if batch_size_factor < 1:
             raise ValueError(f"batch_size_factor must be at least 1; got {batch_size_factor}")
+        if padding is not None:
+            require_one_of("padding", padding, get_args(Padding))
         self.batch_size_factor = batch_size_factor
         self.length_bucketed = length_bucketed
+        self.padding = padding
         self._changed: list[object] = []  # batch samplers
         self._undo: list[Callable[[], object]] = []
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._restore()  # of a run around this one
-        if stage == "fit" and self._has_changes:
+        if stage == "fit" and self._changes_loaders:
             self._set_up_loaders(trainer)  # configure_optimizers may ask for the number of steps
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not self._has_changes:
+        if self.padding is not None:
+            require_own_steps(trainer, pl_module, self._name, "take padding out in your collate function")
+            self._take_padding_out(trainer, pl_module, self.padding)
+        if not self._changes_loaders:
             return
         if not self._changed:  # another callback may have put its own in the place of ours
             self._set_up_loaders(trainer)
@@ -77,7 +106,7 @@ class Batching(L.Callback):
             self._undo.append(scale_updates(optimizer, self.batch_size_factor))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._has_changes and not self._changed:
+        if self._changes_loaders and not self._changed:
             raise TypeError(
                 f"{self._name} found no DataLoader to change before its first iterator: train with "
                 "a torch DataLoader, and put this callback behind all others"
@@ -120,13 +149,45 @@ class Batching(L.Callback):
             changes.enter_context(length_buckets(loader, initial_seed()))
             self._changed.append(loader.batch_sampler)
 
+    def _take_padding_out(self, trainer: L.Trainer, module: L.LightningModule, padding: Padding) -> None:
+        """Change each batch of training before it goes to the device, whatever has made it."""
+        strategy = trainer.strategy
+        move = strategy.batch_to_device
+        with_gradients = isinstance(strategy, SingleDeviceStrategy) or is_ddp(strategy)
+        changes, longest = changes_for(padding), 0
+
+        def batch_to_device(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal changes, longest
+            if not trainer.training:
+                return move(batch, *args, **kwargs)
+            if not longest and (reason := why_not_padded(batch, padding)):
+                raise TypeError(f"{self._name}: {reason}")
+            # a model may look at windows of tokens, of which shorter samples than those tell nothing
+            if has_padding(batch, padding) and (length := longest_of(batch)) > longest:
+                try:
+                    changes = choose_change(
+                        changes, lambda one: training_of(module, move(one, *args, **kwargs), with_gradients), batch
+                    )
+                except ValueError as error:
+                    raise TypeError(
+                        f"{self._name} would train {type(module).__name__} otherwise than with padding: {error}. "
+                        "Take padding out"
+                    ) from error
+                longest = length
+            ((_, change),) = changes.items() if longest else [("", lambda whole: whole)]
+            return move(change(batch), *args, **kwargs)
+
+        strategy.batch_to_device = batch_to_device  # type: ignore[method-assign]
+        self._undo.append(lambda: vars(strategy).pop("batch_to_device", None))
+
     @property
-    def _has_changes(self) -> bool:
+    def _changes_loaders(self) -> bool:
         return self.batch_size_factor > 1 or self.length_bucketed
 
     @property
     def _name(self) -> str:
-        return f"Batching(batch_size_factor={self.batch_size_factor}, length_bucketed={self.length_bucketed})"
+        given = f"batch_size_factor={self.batch_size_factor}, length_bucketed={self.length_bucketed}"
+        return f"Batching({given}, padding={self.padding!r})"
 
 
 @contextmanager

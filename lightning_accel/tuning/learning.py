@@ -1,15 +1,16 @@
-"""Changes of what a run learns, which are tried only where they are allowed by name."""
+"""Changes of batches, most of which are tried only where they are allowed by name."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import lightning as L
 
 from lightning_accel.callbacks.batching import larger_batches, why_not_larger, why_not_scalable
 from lightning_accel.callbacks.length_buckets import why_not_bucketed
+from lightning_accel.callbacks.padding import Padding, has_padding, why_not_padded
 from lightning_accel.callbacks.speedups import loaders_of
 from lightning_accel.tuning.choices import ALLOWABLE
-from lightning_accel.tuning.factors import Factor, Refusal
+from lightning_accel.tuning.factors import Factor, Kind, Refusal
 from lightning_accel.tuning.project import Changes
 
 _LOOKED_AT = 64  # samples whose lengths tell whether a data set has several
@@ -29,7 +30,7 @@ def require_known(allow: Sequence[str]) -> None:
 
 
 def learning_changes_for(facts: Mapping[str, Any], allow: Sequence[str]) -> Iterator[Factor | Refusal]:
-    """Yield the changes of what is learned that are allowed and that a run admits, and why others are not tried.
+    """Yield the changes of batches that are allowed and that a run admits, and why others are not tried.
 
     Args:
         facts: see :func:`lightning_accel.tuning.recorder.facts_of`.
@@ -53,6 +54,16 @@ def learning_changes_for(facts: Mapping[str, Any], allow: Sequence[str]) -> Iter
         yield Refusal(name, reason) if reason else Factor(name, name, "learned", changes)
     elif not facts["not_bucketed"]:
         yield _not_allowed(name)
+    # where no step draws random numbers, batches of other shapes draw none otherwise
+    kind: Kind = "exact" if facts["draws"] else "equal"
+    for padding, reason in facts["not_padded"].items():
+        is_asked_for = padding in allow
+        if reason:
+            yield from [Refusal(f"padding={padding}", reason)] if is_asked_for else []
+        elif is_asked_for or padding == "trimmed":
+            yield Factor(f"padding={padding}", "padding", kind, Changes(batching={"padding": padding}))
+        else:
+            yield Refusal(padding, f"it puts several samples in a row: allow it by name with --allow {padding}")
 
 
 def _not_allowed(name: str) -> Refusal:
@@ -73,6 +84,15 @@ def larger_batches_of(trainer: L.Trainer, loaders: Sequence[Any]) -> dict[str, d
         loaders: its training loaders.
     """
     return {str(factor): _larger(trainer, loaders, factor) for factor in BATCH_SIZE_FACTORS}
+
+
+def why_not_padded_of(batch: Any) -> dict[str, str]:
+    """Return why padding cannot be taken out of batches like this one, by what would be made of it, or nothing."""
+    return {
+        padding: why_not_padded(batch, padding)
+        or ("" if has_padding(batch, padding) else "a batch has no such padding")
+        for padding in get_args(Padding)
+    }
 
 
 def why_not_bucketed_of(loaders: Sequence[Any]) -> str:

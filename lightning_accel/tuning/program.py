@@ -71,8 +71,9 @@ def tune(
         allow: changes of what is learned to try as well: ``batch_size`` for batches of 2, 4 and 8 times the samples, at
             a learning rate that goes with them, and ``length_bucketed`` for batches of samples of similar length (both
             by :class:`lightning_accel.callbacks.Batching`). Speed is that of samples, and losses have to be equivalent
-            over seeds after as many samples. ``float8`` trains linear layers in float8, by
-            :class:`lightning_accel.precision.Float8Precision`, compiled.
+            over seeds after as many samples. ``packed`` puts several sequences in a row of a batch, by the same
+            callback, which compares losses and gradients with those of the padded batch. ``float8`` trains linear
+            layers in float8, by :class:`lightning_accel.precision.Float8Precision`, compiled.
 
     Raises:
         NotWrittenError: if the disk of the folder is full, or may not be written; once there is room, the search goes

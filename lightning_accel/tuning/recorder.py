@@ -28,7 +28,7 @@ from lightning_accel.strategies import AccelDDPStrategy, FullyShardedStrategy, f
 from lightning_accel.strategies.batch_splitting import leaves
 from lightning_accel.strategies.checkpoints.atomic import write_atomically
 from lightning_accel.tuning.identity import imported_code
-from lightning_accel.tuning.learning import larger_batches_of, why_not_bucketed_of
+from lightning_accel.tuning.learning import larger_batches_of, why_not_bucketed_of, why_not_padded_of
 from lightning_accel.tuning.variant import SHAPES_VARY
 
 
@@ -177,6 +177,7 @@ def facts_of(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> dict[
         "fusible_optimizers": [type(one).__name__ for one in trainer.optimizers if has_fused_step(one)],
         "larger_batches": larger_batches_of(trainer, sources),
         "not_bucketed": why_not_bucketed_of(sources),
+        "not_padded": why_not_padded_of(batch),
         "not_float8": why_not_float8(trainer.strategy.root_device),
         "fused": any(one.defaults.get("fused") for one in trainer.optimizers),
         "loaders": [

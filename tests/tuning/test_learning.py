@@ -56,6 +56,21 @@ def test_batches_of_similar_length_are_tried_where_samples_have_lengths(monkeypa
     assert Refusal("length_bucketed", FACTS["not_bucketed"]) in learning_changes_for(FACTS, ("length_bucketed",))
 
 
+def test_padding_is_taken_out_where_there_is_any():
+    def found(allow=(), draws=False, **reasons):
+        facts = FACTS | {"draws": draws, "not_padded": {"trimmed": "", "packed": ""} | reasons}
+        return [one for one in learning_changes_for(facts, allow) if "padd" in one.name or "packed" in one.name]
+
+    is_trimmed, is_packed = found(["packed"])
+    assert is_trimmed == Factor("padding=trimmed", "padding", "equal", Changes(batching={"padding": "trimmed"}))
+    assert is_packed == Factor("padding=packed", "padding", "equal", Changes(batching={"padding": "packed"}))
+    assert {one.kind for one in found(["packed"], draws=True)} == {"exact"}
+    assert found()[0] == is_trimmed
+    assert found()[1].reason.endswith("allow it by name with --allow packed")
+    assert found(["packed"], packed="as it is")[1] == Refusal("padding=packed", "as it is")
+    assert not found(trimmed="no mask", packed="no mask")
+
+
 def test_the_fastest_whose_losses_are_equivalent_is_taken(world, tmp_path):
     world.unequal = {"x8"}
     outcome = run(tmp_path / "one", allow=ALL)

@@ -51,6 +51,7 @@ FACTS = {
     "num_blocks": 4,
     "larger_batches": {str(factor): {"reason": "", "samples": 0.9 * factor} for factor in (2, 4, 8)},
     "not_bucketed": "all samples are equally long",
+    "not_padded": {"trimmed": "no mask", "packed": "no mask"},
     "not_float8": "a cpu device",
     "fusible_optimizers": ["Adam"],
     "fused": False,
