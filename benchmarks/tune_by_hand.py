@@ -5,8 +5,8 @@ python benchmarks/tune_by_hand.py [--only vae tabular forecast] [--output tuned_
 For each of three projects of benchmarks/foreign, the settings are those that guides of torch's name for a CPU, other
 allocators among them, and kernels of this package, with some that ``tune`` does not try: max-autotune, numbers too
 small to be normal as 0. Each trains some seconds in turn, the slower ones are left out, and so on until one is left,
-which then takes turns with the variant of ``tune``. Searches are those of benchmarks/tune_foreign.py: one that has ended is not repeated. Nothing else may run. No
-losses are compared, which favours the hand.
+which then takes turns with the variant of ``tune``. Searches are those of benchmarks/tune_foreign.py: one that has
+ended is not repeated. Nothing else may run. No losses are compared, which favours the hand.
 """
 
 import argparse

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 AllocatorName = Literal["tcmalloc", "jemalloc", "huge_pages"]
 ALLOCATORS = get_args(AllocatorName)
-_LIBRARIES = {"tcmalloc": ("tcmalloc_minimal", "tcmalloc"), "jemalloc": ("jemalloc",)}
+LIBRARIES = {"tcmalloc": ("tcmalloc_minimal", "tcmalloc"), "jemalloc": ("jemalloc",)}
 # each keeps what is freed, as keep_freed_memory does; jemalloc's are those of torch's performance tuning guide
 _SETTINGS = {
     "tcmalloc": {"TCMALLOC_RELEASE_RATE": "0", "TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD": str(2**60)},
@@ -28,7 +28,7 @@ def why_no_allocator(name: AllocatorName) -> str:
     """Return why no process can be started with an allocator on this machine, or nothing."""
     if platform.system() != "Linux":
         return "it needs Linux"
-    if name in _LIBRARIES:
+    if name in LIBRARIES:
         return "" if _library(name) else f"the library {name} is not installed"
     if platform.libc_ver()[0] != "glibc" or tuple(map(int, platform.libc_ver()[1].split(".")[:2])) < (2, 35):
         return "it needs the GNU C library (glibc) from version 2.35 on"
@@ -47,7 +47,7 @@ def variables_for(name: AllocatorName) -> dict[str, str]:
     if reason := why_no_allocator(name):
         raise RuntimeError(f"allocator={name!r}: {reason}")
     variables = dict(_SETTINGS[name])
-    if name in _LIBRARIES:
+    if name in LIBRARIES:
         variables["LD_PRELOAD"] = _library(name)
     for variable in _JOINED_BY_COLON:
         if variable in variables and (given := os.environ.get(variable)):
@@ -61,8 +61,8 @@ def allocator_in_use() -> str:
     loaded = maps.read_text() if maps.exists() else ""
     if "glibc.malloc.hugetlb=1" in os.environ.get("GLIBC_TUNABLES", ""):
         return "huge_pages"
-    return next((name for name in _LIBRARIES if f"/lib{name}" in loaded), "")
+    return next((name for name in LIBRARIES if f"/lib{name}" in loaded), "")
 
 
 def _library(name: str) -> str:
-    return next((found for one in _LIBRARIES[name] if (found := find_library(one))), "")
+    return next((found for one in LIBRARIES[name] if (found := find_library(one))), "")

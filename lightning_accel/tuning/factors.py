@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_accel.measure.allocators import ALLOCATORS, why_no_allocator
+from lightning_accel.measure.allocators import ALLOCATORS, LIBRARIES, why_no_allocator
 from lightning_accel.ops.native import missing_kernel
 from lightning_accel.tuning.project import Changes
 
-Kind = Literal["equal", "exact", "random", "rounding", "learned"]
+Kind = Literal["checked", "equal", "exact", "random", "rounding", "learned"]
 _BFLOAT16 = {
     "precision=bf16-mixed": Changes(trainer={"precision": "bf16-mixed"}),
     "Bfloat16Precision": Changes(precision={"Bfloat16Precision": {}}),
@@ -26,8 +26,10 @@ class Factor:
         group: at most one factor of a group is chosen. Simpler ones come first: one that comes later is chosen only if
             it is shown to gain more.
         kind: ``exact``: losses are equal up to rounding; ``equal``: so they are, or else it is dropped, since nothing
-            can draw other random numbers; ``random``: so is their distribution, but other random numbers are drawn;
-            ``rounding``: numbers have fewer digits; ``learned``: the run learns otherwise, which has to be allowed.
+            can draw other random numbers; ``checked``: the run itself compares losses and gradients with those of the
+            run as it is, and fails if they differ by more than rounding; ``random``: losses have the same distribution,
+            but other random numbers are drawn; ``rounding``: numbers have fewer digits; ``learned``: the run learns
+            otherwise, which has to be allowed.
         changes: the change.
     """
 
@@ -98,12 +100,21 @@ def device_settings(facts: Mapping[str, Any], is_cuda: bool) -> Iterator[Factor 
         yield speedup("keep_freed_memory", "memory", "exact", keep_freed_memory=True)
     else:
         yield Refusal("keep_freed_memory", "the C library is not glibc")
-    in_use = facts["allocator"]
+    yield from _allocators(facts)
+
+
+def _allocators(facts: Mapping[str, Any]) -> Iterator[Factor | Refusal]:
+    """Yield the first library that is installed, and huge pages."""
+    in_use, library = facts["allocator"], ""
     for name in ALLOCATORS:
-        if reason := f"the process runs with {in_use} already" if in_use else why_no_allocator(name):
+        reason = f"the process runs with {in_use} already" if in_use else why_no_allocator(name)
+        if not reason and library and name in LIBRARIES:
+            reason = f"{library} is installed, which was the faster one of the two wherever both were measured"
+        if reason:
             yield Refusal(f"allocator={name}", reason)
-        else:
-            yield speedup(f"allocator={name}", "memory", "exact", allocator=name)
+            continue
+        library = library or name
+        yield speedup(f"allocator={name}", "memory", "exact", allocator=name)
 
 
 def channels_last(facts: Mapping[str, Any]) -> Factor | Refusal:

@@ -10,7 +10,7 @@ from lightning_accel.callbacks.length_buckets import why_not_bucketed
 from lightning_accel.callbacks.padding import Padding, has_padding, why_not_padded
 from lightning_accel.callbacks.speedups import loaders_of
 from lightning_accel.tuning.choices import ALLOWABLE
-from lightning_accel.tuning.factors import Factor, Kind, Refusal
+from lightning_accel.tuning.factors import Factor, Refusal
 from lightning_accel.tuning.project import Changes
 
 _LOOKED_AT = 64  # samples whose lengths tell whether a data set has several
@@ -54,14 +54,12 @@ def learning_changes_for(facts: Mapping[str, Any], allow: Sequence[str]) -> Iter
         yield Refusal(name, reason) if reason else Factor(name, name, "learned", changes)
     elif not facts["not_bucketed"]:
         yield _not_allowed(name)
-    # where no step draws random numbers, batches of other shapes draw none otherwise
-    kind: Kind = "exact" if facts["draws"] else "equal"
     for padding, reason in facts["not_padded"].items():
         is_asked_for = padding in allow
         if reason:
             yield from [Refusal(f"padding={padding}", reason)] if is_asked_for else []
         elif is_asked_for or padding == "trimmed":
-            yield Factor(f"padding={padding}", "padding", kind, Changes(batching={"padding": padding}))
+            yield Factor(f"padding={padding}", "padding", "checked", Changes(batching={"padding": padding}))
         else:
             yield Refusal(padding, f"it puts several samples in a row: allow it by name with --allow {padding}")
 

@@ -31,6 +31,7 @@ _MOST_STEPS = 30
 _SHARE_OF_FIVE = 0.05  # of the budget, for those of five seeds
 # shares of the budget after which no such measurement begins
 _UNTIL_ALONE, _UNTIL_TOGETHER, _UNTIL_ADDED, _UNTIL_COMPARED = 0.45, 0.6, 0.7, 0.85
+_BEFORE_PROOF = 0.9  # share of the budget after which no comparison goes on, since nothing is handed back without proof
 _PROMISING = 0.9  # a change that is slower alone may be faster beside others, but hardly one that is slower by more
 
 
@@ -213,7 +214,13 @@ class Search:
         best: dict[str, Factor] = {}
         for one in self._tried:
             found = measured.get(one.name)
-            if one.kind not in _EXACT or one.group in groups or not found or found.wins or found.over_run <= 1:
+            if (
+                one.kind not in (*_EXACT, "checked")
+                or one.group in groups
+                or not found
+                or found.wins
+                or found.over_run <= 1
+            ):
                 continue
             if one.group not in best or found.over_run > measured[best[one.group].name].over_run:
                 best[one.group] = one
@@ -235,6 +242,10 @@ class Search:
     def _prove(self, chosen: list[Factor]) -> None:
         """Drop what changes losses, then measure what remains until its interval is narrow."""
         chosen = self._drop_changed(self._judge_exact(self._settle_learned(chosen)))
+        checked = ", ".join(factor.name for factor in chosen if factor.kind == "checked")
+        if checked:
+            reason = f"{checked}: before it trains, the run compares losses and gradients with those as they were"
+            self.outcome.verdicts.append(Verdict(True, reason))
         self.outcome.verdicts = list(dict.fromkeys(self.outcome.verdicts))
         self.outcome.chosen = chosen
         if chosen:
@@ -268,7 +279,7 @@ class Search:
 
     def _drop_changed(self, chosen: list[Factor]) -> list[Factor]:
         """Return the changes without those that make a run learn otherwise, together or alone."""
-        while inexact := [factor for factor in chosen if factor.kind not in _EXACT]:
+        while inexact := [factor for factor in chosen if factor.kind not in (*_EXACT, "checked")]:
             if self._agree(chosen, exactly=False):
                 break
             alone = inexact if len(inexact) == 1 else [one for one in inexact if not self._agree([one], exactly=False)]
@@ -299,8 +310,8 @@ class Search:
                 else:
                     verdict = self._compare_losses(factors) if exactly else self._compare_seeds(factors)
             except TrialError as error:
-                return asdict(Verdict(False, str(error))), self._cut_at(self._passed() >= 1, error)
-            return asdict(verdict), self._cut_at(verdict.is_open or self._passed() >= 1)
+                return asdict(Verdict(False, str(error))), self._cut_at(self._passed() >= _BEFORE_PROOF, error)
+            return asdict(verdict), self._cut_at(verdict.is_open or self._passed() >= _BEFORE_PROOF)
 
         what = "equal" if exactly else f"equivalent after {self._num_steps((), factors)} steps"
         result = self.journal.result(f"{what} {names}", measure)
@@ -338,7 +349,7 @@ class Search:
         self._say("outputs")
         folder, server = self._variants.new_folder(), self._variants.server_for(changes)
         try:
-            return record_outputs(self.project, changes, folder, self._deadline(1.0), perturb, server)
+            return record_outputs(self.project, changes, folder, self._deadline(1.0, _BEFORE_PROOF), perturb, server)
         except TrialError:
             if not self._variants.has_lost(Changes()):
                 raise
@@ -356,8 +367,8 @@ class Search:
             changes = together(factors)
             try:
                 losses = record_losses(
-                    self.project, changes, self._variants.new_folder(), seeds, num_steps, self._deadline(1.0),
-                    perturb, self._variants.server_for(changes),
+                    self.project, changes, self._variants.new_folder(), seeds, num_steps,
+                    self._deadline(1.0, _BEFORE_PROOF), perturb, self._variants.server_for(changes),
                 )  # fmt: skip
             except TrialError:
                 if not self._variants.has_lost(Changes()):
@@ -445,9 +456,9 @@ class Search:
     def _passed(self) -> float:
         return (time.monotonic() - self._begin) / self.budget
 
-    def _deadline(self, share: float) -> float:
-        """Return when a share of the budget will have passed from now on, or all of it."""
-        return min(time.monotonic() + share * self.budget, self._begin + self.budget)
+    def _deadline(self, share: float, until: float = 1.0) -> float:
+        """Return when a share of the budget will have passed from now on, or one of it from the beginning on."""
+        return min(time.monotonic() + share * self.budget, self._begin + until * self.budget)
 
     def _say(self, what: str) -> None:
         self.progress(what, min(1.0, self._passed()), self._best)

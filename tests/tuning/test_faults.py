@@ -197,7 +197,7 @@ def test_each_allocator_has_a_server_of_its_own(world, tmp_path, monkeypatch):
         tmp_path / "report.md"
     ).read_text(encoding="utf-8")
     assert "allocator: tcmalloc  # alone 1.5" in (tmp_path / "tuned.yaml").read_text(encoding="utf-8")
-    assert sorted(stopped, key=str) == [None, "jemalloc", "tcmalloc"]
+    assert sorted(stopped, key=str) == [None, "tcmalloc"]
 
 
 def test_temporary_folders_of_killed_trials_are_removed(tmp_path):
