@@ -55,11 +55,10 @@ def settings_of(name: str) -> Iterator[dict[str, Any]]:
     yield mixed | {"speedups": {"keep_freed_memory": True}}
     without = {key: value for key, value in SPEEDUPS[name].items() if key != "keep_freed_memory"}
     for allocator in (one for one in ALLOCATORS if not why_no_allocator(one)):
-        for precision, mode in itertools.product(PRECISIONS, ("default", None)):
-            yield {"precision": precision, "compile": mode, "speedups": without | {"allocator": allocator}}
-    if "attention" in without:
-        without = {key: value for key, value in SPEEDUPS[name].items() if "attention" not in key}
-        yield from ({"precision": precision, "compile": None, "speedups": without} for precision in PRECISIONS)
+        yield mixed | {"speedups": without | {"allocator": allocator}}
+    for precision in PRECISIONS if "attention" in without else ():
+        of_torch = {key: value for key, value in SPEEDUPS[name].items() if "attention" not in key}
+        yield {"precision": precision, "compile": None, "speedups": of_torch}
     for workers in (1, 2):
         yield mixed | {"speedups": SPEEDUPS[name] | {"num_workers": workers}}
 

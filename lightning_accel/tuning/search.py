@@ -245,7 +245,7 @@ class Search:
         checked = ", ".join(factor.name for factor in chosen if factor.kind == "checked")
         if checked:
             reason = f"{checked}: before it trains, the run compares losses and gradients with those as they were"
-            self.outcome.verdicts.append(Verdict(True, reason))
+            self.outcome.verdicts.insert(0, Verdict(True, reason))
         self.outcome.verdicts = list(dict.fromkeys(self.outcome.verdicts))
         self.outcome.chosen = chosen
         if chosen:
