@@ -24,6 +24,7 @@ REPLACED = {
     "callbacks/compression_phase.py": {"check_monitor_top_k": "ModelCheckpoint has no hook before it saves"},
     "callbacks/deployment/copies.py": {"forward": "other files of one module are validated in it, for a moment"},
     "callbacks/distillation/callback.py": {"training_step": "callbacks cannot add to the loss"},
+    "callbacks/expert_losses.py": {"training_step": "callbacks cannot add to the loss"},
     "callbacks/pruning/callback.py": {"load_model_state_dict": "no hook comes before the weights are loaded"},
     "callbacks/monitors/run_report.py": dict.fromkeys(("start", "stop"), "the profiler is the user's, and stays"),
     "callbacks/recorded_calls.py": {"__call__": "a hook within a compiled module would break its graph"},

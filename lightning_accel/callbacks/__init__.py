@@ -8,6 +8,7 @@ from lightning_accel.callbacks.deployment.report import CompressionReport
 from lightning_accel.callbacks.distillation.callback import Distillation
 from lightning_accel.callbacks.early_stopping import EarlyStopping as EarlyStopping  # the earlier name
 from lightning_accel.callbacks.early_stopping import RestoringEarlyStopping
+from lightning_accel.callbacks.expert_losses import ExpertLosses
 from lightning_accel.callbacks.memory_savings import MemorySavings
 from lightning_accel.callbacks.monitors.expert_load import ExpertLoadMonitor
 from lightning_accel.callbacks.monitors.rbm import RBMMonitor
@@ -28,6 +29,7 @@ __all__ = [
     "Distillation",
     "ExactResume",
     "ExpertLoadMonitor",
+    "ExpertLosses",
     "Export",
     "MemorySavings",
     "PredictionWriter",

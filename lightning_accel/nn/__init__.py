@@ -11,6 +11,7 @@ from lightning_accel.nn.feed_forward import FeedForward
 from lightning_accel.nn.moe.gating import ExpertChoiceGate, GateReport, Routing, TopKGate
 from lightning_accel.nn.moe.layer import Experts, MixtureOfExperts, MixtureOutput, read_transformers, write_transformers
 from lightning_accel.nn.moe.load import ExpertLoad, LoadStatistics, summarise_load
+from lightning_accel.nn.moe.upcycling import MixtureMLP, replace_mlps_
 from lightning_accel.nn.recurrent.adaptive import AdaptiveComputation, AdaptiveOutput
 from lightning_accel.nn.recurrent.dynamic import DynamicRNN, RecurrentOutput
 from lightning_accel.nn.recurrent.tree import Forest, TreeLevels, TreeRNN, forest_from_nested, join_parents, plan_levels
@@ -42,6 +43,7 @@ __all__ = [
     "KeyValueCache",
     "LoadStatistics",
     "LogProbBound",
+    "MixtureMLP",
     "MixtureOfExperts",
     "MixtureOutput",
     "RBMStack",
@@ -61,6 +63,7 @@ __all__ = [
     "join_parents",
     "plan_levels",
     "read_transformers",
+    "replace_mlps_",
     "summarise_load",
     "write_transformers",
 ]

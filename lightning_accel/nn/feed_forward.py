@@ -15,7 +15,7 @@ class FeedForward(nn.Module):
     Args:
         dim: D, width in and out.
         hidden_dim: H.
-        activation: ``gelu``, ``relu`` or ``silu``.
+        activation: ``gelu``, ``gelu_tanh``, ``quick_gelu``, ``relu`` or ``silu``.
         gated: whether the first layer is gated (Shazeer 2020, https://arxiv.org/abs/2002.05202).
         bias: whether both layers have a bias.
 

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_accel.ops.grouped_linear import cast_for_autocast, grouped_linear, takes_grouped_mm
 
-Activation: TypeAlias = Literal["gelu", "relu", "silu"]
+Activation: TypeAlias = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
 Backend: TypeAlias = Literal["auto", "blocks", "dense", "grouped_mm", "loop"]
 
 _BLOCK_BYTES = 1024  # bytes per feature and thread: a block's activations stay in cache from one product to the next
@@ -26,6 +26,7 @@ _FEW_SLOTS = 128  # per expert: below, blocks cost more Python overhead than the
 _SMALL_EXPERT_BYTES = 512 << 10  # unless the weights, whose gradients the loop copies, are large
 _PAGE = 4096
 _MADV_HUGEPAGE = 14  # linux/mman.h
+_QUICK = 1.702  # of quick_gelu
 _PANEL = 2048  # rows of one product for the gradient of a weight: bounds the memory of an expert that got most tokens
 
 
@@ -56,7 +57,8 @@ def expert_mlp(
         down_weight: (E, D, H).
         up_bias: (E, U).
         down_bias: (E, D).
-        activation: ``gelu`` (exact, not approximated), ``relu`` or ``silu``.
+        activation: ``gelu`` (exact), ``gelu_tanh`` (approximated by tanh), ``quick_gelu`` (x * sigmoid(1.702 * x), both
+            of Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415), ``relu`` or ``silu``.
         backend: ``loop`` is the reference formula, and the only backend with second derivatives. ``grouped_mm`` is
             torch's kernel; it leaves ``counts`` on its device. ``blocks``, for the CPU, runs a block of tokens through
             both layers while it is in cache, and stores half of what autograd would. ``dense`` runs every expert
@@ -159,6 +161,14 @@ class _ActivationFn(NamedTuple):
 
 ACTIVATIONS: dict[str, _ActivationFn] = {
     "gelu": _ActivationFn(F.gelu, lambda grad, x, out: torch.ops.aten.gelu_backward(grad, x, grad_input=out)),
+    "gelu_tanh": _ActivationFn(
+        partial(F.gelu, approximate="tanh"),
+        lambda grad, x, out: torch.ops.aten.gelu_backward(grad, x, approximate="tanh", grad_input=out),
+    ),
+    "quick_gelu": _ActivationFn(
+        lambda x: F.silu(_QUICK * x) / _QUICK,
+        lambda grad, x, out: torch.ops.aten.silu_backward(grad, _QUICK * x, grad_input=out),
+    ),
     "relu": _ActivationFn(F.relu, lambda grad, x, out: torch.ops.aten.threshold_backward(grad, x, 0, grad_input=out)),
     "silu": _ActivationFn(F.silu, lambda grad, x, out: torch.ops.aten.silu_backward(grad, x, grad_input=out)),
 }

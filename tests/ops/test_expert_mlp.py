@@ -1,3 +1,4 @@
+import math
 from itertools import product
 
 import pytest
@@ -8,7 +9,14 @@ from torch.autograd import gradcheck, gradgradcheck
 from lightning_accel.ops import expert_mlp
 from lightning_accel.ops.expert_mlp import choose_backend
 
-LAYOUTS = list(product(["gelu", "relu", "silu"], [False, True], [False, True]))
+ACTIVATIONS = {
+    "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
+    "gelu_tanh": lambda x: x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": lambda x: x.clamp(min=0),
+    "silu": lambda x: x / (1 + torch.exp(-x)),
+}
+LAYOUTS = list(product(ACTIVATIONS, [False, True], [False, True]))
 
 
 def inputs(counts, dtype=torch.float64, num_tokens=7, dim=5, hidden_dim=3, gated=True, bias=True, left_out=0):
@@ -30,7 +38,7 @@ def run(learned, token_of_slot, counts, **kwargs):
 
 def slot_by_slot(learned, token_of_slot, counts, activation):
     tokens, weights, up, down, *biases = learned
-    act = {"gelu": torch.nn.functional.gelu, "relu": torch.relu, "silu": torch.nn.functional.silu}[activation]
+    act = ACTIVATIONS[activation]
     out = [torch.zeros_like(token) for token in tokens]
     experts = torch.arange(len(counts)).repeat_interleave(counts).tolist()
     for expert, token, weight in zip(experts, token_of_slot.tolist(), weights, strict=False):
@@ -190,7 +198,9 @@ def test_backends_are_chosen_and_checked():
     arguments = inputs([2, 1])
     with pytest.raises(ValueError, match="backend must be one of auto, blocks, dense, grouped_mm, loop; got 'fast'"):
         run(*arguments, backend="fast")
-    with pytest.raises(ValueError, match="activation must be one of gelu, relu, silu; got 'tanh'"):
+    with pytest.raises(
+        ValueError, match="activation must be one of gelu, gelu_tanh, quick_gelu, relu, silu; got 'tanh'"
+    ):
         run(*arguments, activation="tanh")
 
 

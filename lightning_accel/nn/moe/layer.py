@@ -6,7 +6,7 @@ Shapes: N tokens, D features, H hidden features, E experts, K experts per token,
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from lightning_accel.nn.features import require_floating, require_width
 from lightning_accel.nn.feed_forward import FeedForward, require_sizes
 from lightning_accel.nn.moe.gating import ExpertChoiceGate, GateFactory, GateReport, TopKGate
-from lightning_accel.ops.expert_mlp import ACTIVATIONS, Activation, Backend, expert_mlp
+from lightning_accel.nn.moe.perceptrons import Perceptron, read_perceptron
+from lightning_accel.ops.expert_mlp import Activation, Backend, expert_mlp
 
 Naming: TypeAlias = Literal["mixtral", "olmoe", "stacked"]
 
@@ -87,7 +88,7 @@ class MixtureOfExperts(nn.Module):
             wide ones.
         num_experts: E.
         k: K.
-        activation: ``gelu``, ``relu`` or ``silu``.
+        activation: ``gelu``, ``gelu_tanh`` (as GPT-2 approximates it), ``quick_gelu`` (as CLIP), ``relu`` or ``silu``.
         gated: whether the first layer of an expert is gated; ``silu`` and gated is SwiGLU.
         bias: whether the layers of the experts have biases.
         shared_dim: hidden width of a shared perceptron that every token visits; 0 for none.
@@ -194,24 +195,31 @@ class MixtureOfExperts(nn.Module):
         This is sparse upcycling (Komatsuzaki et al. 2022, https://arxiv.org/abs/2212.05055).
 
         Args:
-            mlp: a :class:`~lightning_accel.nn.FeedForward`, an ``nn.Sequential`` of linear layer, activation, linear
-                layer, or a module with ``gate_proj``, ``up_proj``, ``down_proj`` and ``act_fn``, as in Llama.
+            mlp: a :class:`~lightning_accel.nn.FeedForward`, or a module whose only linear layers are two, or three of
+                which one is a gate, with one activation, such as an ``nn.Sequential`` or the perceptron of Llama.
             num_experts: E.
             k: K.
             capacity_factor: see the class; outputs of dropped tokens differ from the perceptron's.
             gate: see the class.
 
         Raises:
-            TypeError: if ``mlp`` is none of these, or its activation is not ``gelu``, ``relu`` or ``silu``.
+            TypeError: if ``mlp`` is none of these, or its activation is not one that experts have.
             ValueError: if the gate's weights of a token do not sum to 1, as with ``k=1``.
         """
-        up, down, up_bias, down_bias, activation = _read_dense(mlp)
-        if (up_bias is None) != (down_bias is None):
+        return cls.from_perceptron(read_perceptron(mlp), num_experts, k, capacity_factor=capacity_factor, gate=gate)
+
+    @classmethod
+    def from_perceptron(
+        cls, dense: Perceptron, num_experts: int, k: int, *, capacity_factor: float | None, gate: GateFactory
+    ) -> "MixtureOfExperts":
+        """Create a mixture whose experts are copies of a perceptron, see :meth:`from_dense`."""
+        if (dense.up_bias is None) != (dense.down_bias is None):
             raise TypeError("both layers of the perceptron must have a bias, or none")
-        dim, hidden_dim = down.shape
-        gated = len(up) == 2 * hidden_dim
-        options: dict[str, Any] = {"activation": activation, "gated": gated, "bias": up_bias is not None, "gate": gate}
-        mixture = cls(dim, hidden_dim, num_experts, k, **options, capacity_factor=capacity_factor).to(down)
+        dim, hidden_dim = dense.down.shape
+        mixture = cls(
+            dim, hidden_dim, num_experts, k, activation=dense.activation, gated=dense.is_gated,
+            bias=dense.up_bias is not None, gate=gate, capacity_factor=capacity_factor,
+        ).to(dense.down)  # fmt: skip
         made = mixture.gate
         if isinstance(made, ExpertChoiceGate):
             raise ValueError("under ExpertChoiceGate the weights of a token do not sum to 1; upcycle with a TopKGate")
@@ -222,9 +230,13 @@ class MixtureOfExperts(nn.Module):
                 "gate=functools.partial(TopKGate, normalize=True)"
             )
         ours = mixture.experts
-        copies = (ours.up_weight, up), (ours.down_weight, down), (ours.up_bias, up_bias), (ours.down_bias, down_bias)
         with torch.no_grad():
-            for parameter, source in copies:
+            for parameter, source in (
+                (ours.up_weight, dense.up),
+                (ours.down_weight, dense.down),
+                (ours.up_bias, dense.up_bias),
+                (ours.down_bias, dense.down_bias),
+            ):
                 if parameter is not None and source is not None:
                     parameter.copy_(source)
         return mixture
@@ -293,33 +305,3 @@ def write_transformers(state: Mapping[str, Tensor], naming: Naming, prefix: str 
         for name, tensor in zip(projections, (*both.chunk(2), last), strict=True):
             written[f"{prefix}experts.{e}.{name}.weight"] = tensor.clone()  # files store the whole storage of a slice
     return written
-
-
-def _read_dense(mlp: nn.Module) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Activation]:
-    """Return a perceptron's weights (H or 2 * H, D) and (D, H), their biases, and its activation.
-
-    Raises:
-        TypeError: if :meth:`lightning_accel.nn.MixtureOfExperts.from_dense` does not support the module.
-    """
-    if isinstance(mlp, FeedForward):
-        return mlp.up.weight, mlp.down.weight, mlp.up.bias, mlp.down.bias, mlp.activation
-    layers = [layer for layer in mlp if not isinstance(layer, nn.Dropout)] if isinstance(mlp, nn.Sequential) else []
-    match layers:
-        case [nn.Linear() as first, act, nn.Linear() as second]:
-            return first.weight, second.weight, first.bias, second.bias, _read_activation(act)
-    match [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")]:
-        case [nn.Linear() as gate, nn.Linear() as up, nn.Linear() as down, function]:
-            bias = None if gate.bias is None or up.bias is None else torch.cat([gate.bias, up.bias])
-            return torch.cat([gate.weight, up.weight]), down.weight, bias, down.bias, _read_activation(function)
-    raise TypeError(
-        "need a FeedForward, an nn.Sequential of linear layer, activation, linear layer, or a module with gate_proj, "
-        f"up_proj, down_proj and act_fn; got {mlp}"
-    )
-
-
-def _read_activation(act: object) -> Activation:
-    probe = torch.linspace(-3, 3, 7, device="cpu")
-    for name in get_args(Activation):
-        if callable(act) and torch.equal(act(probe), ACTIVATIONS[name].function(probe)):
-            return name
-    raise TypeError(f"the activation must be one of {', '.join(ACTIVATIONS)}, the exact ones; got {act}")
