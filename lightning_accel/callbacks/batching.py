@@ -160,7 +160,7 @@ class Batching(L.Callback):
             nonlocal changes, longest
             if not trainer.training:
                 return move(batch, *args, **kwargs)
-            if not longest and (reason := why_not_padded(batch, padding)):
+            if reason := why_not_padded(batch, padding):
                 raise TypeError(f"{self._name}: {reason}")
             # a model may look at windows of tokens, of which shorter samples than those tell nothing
             if has_padding(batch, padding) and (length := longest_of(batch)) > longest:

@@ -6,7 +6,7 @@ import time
 import warnings
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_accel._private.lightning import logger_connector
 from lightning_accel._private.torch import BatchNormBase, DropoutBase, profile_with_stacks, tree_leaves
+from lightning_accel.callbacks.padding import padding_shares
 from lightning_accel.diagnosis.call_tree import CallTree
 from lightning_accel.diagnosis.graph_breaks import Compilations, CompiledCalls, GraphBreaks, compilations_since
 from lightning_accel.diagnosis.host_syncs import HostSync, host_syncs
@@ -69,6 +70,8 @@ class Examined:
         unused: names of parameters that have no gradient after the backward pass.
         float64: names of parameters and of places in the batch that are float64.
         bad_loss: what is wrong with the loss of the first batch, "" if nothing is.
+        padded_columns: share of the columns of batches that are padding of all samples, in the first batches.
+        padding: share of the tokens of batches that are padding.
         module: the module, as the last batch left it.
         loader_facts: settings of the training DataLoaders.
         log_every_n_steps: the Trainer's.
@@ -113,6 +116,8 @@ class Examined:
     unused: list[str] = field(default_factory=list)
     float64: list[str] = field(default_factory=list)
     bad_loss: str = ""
+    padded_columns: float = 0.0
+    padding: float = 0.0
     loader_facts: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -164,6 +169,7 @@ class _Examination(L.Callback):
         self.profiled: Step | None = None  # the last batch of the tree
         self.found: Examined | None = None
         self.loaders: Any = None
+        self.padding: list[tuple[float, float]] = []
         self.training_in_validation: dict[str, None] = {}
         self.unused: list[str] | None = None
 
@@ -201,6 +207,8 @@ class _Examination(L.Callback):
             self.found.batch_bytes = sum(leaf.nbytes for leaf in leaves)
             self.compiled = CompiledCalls(pl_module)
             self.compiled.start()
+        if self.seen < self.profile_from and (shares := padding_shares(batch)):  # reading a mask waits for a GPU
+            self.padding.append(shares)
         if self.seen == self.profile_from:
             self.profiler = _profiler(pl_module.device)
             self.profiler.start()
@@ -361,6 +369,8 @@ def examine(
     found.graph_breaks = [] if watch.compiled is None else watch.compiled.explain()
     found.flops, found.memory = counter.flops, memory.use
     found.unused = watch.unused or []
+    if watch.padding:
+        found.padded_columns, found.padding = map(fmean, zip(*watch.padding, strict=True))
     found.training_in_validation = list(watch.training_in_validation)
     _read_tree(watch, found)
     _time_starts(watch, found, trainer.num_training_batches)

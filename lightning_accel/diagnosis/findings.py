@@ -14,6 +14,7 @@ from lightning_accel.measure import Machine, Rates, action_times, part_times
 _NOTABLE = 0.03  # share of a step from which a cost is worth a line
 _SELDOM = 50  # Lightning's own log_every_n_steps
 _TINY_BATCH = 8
+_MUCH_PADDING = 0.15  # share of tokens; batches of similar lengths have some as well
 _WIDTHS = {"cuda": 8, "cpu": 32}  # in elements of 16 bits: tensor cores; AMX tiles of 64 bytes
 
 
@@ -55,6 +56,7 @@ def find_slowness(seen: Examined, machine: Machine, rates: Rates) -> list[Findin
         *_frequent_logging(seen),
         *_slow_callbacks(seen, parts),
         *_waiting(parts),
+        *_padding(seen, parts),
         *_float64(seen, parts, rates),
         *_too_many_threads(seen, machine),
         *_too_many_workers(seen, machine),
@@ -149,6 +151,19 @@ def _waiting(parts: dict[str, float]) -> Iterator[Finding]:
         what = "this rank waits for slower ones"
         mend = "give all ranks equal work: equal batches, equal devices, no work on one rank alone"
         yield Finding("uneven ranks", what, parts["waiting"], mend)
+
+
+def _padding(seen: Examined, parts: dict[str, float]) -> Iterator[Finding]:
+    work = parts["forward"] + parts["backward"]
+    if seen.padded_columns >= _NOTABLE:
+        what = f"{seen.padded_columns:.0%} of the columns of batches are padding of all samples"
+        mend = 'pad to the longest sample of a batch, or Batching(padding="trimmed")'
+        yield Finding("padding", what, seen.padded_columns * work, mend)
+    rest = seen.padding - seen.padded_columns
+    if rest >= _MUCH_PADDING:
+        what = f"{rest:.0%} of the tokens of batches are padding of samples that are shorter than the longest"
+        mend = 'Batching(length_bucketed=True), or where labels are of tokens Batching(padding="packed")'
+        yield Finding("uneven lengths", what, rest * work, mend)
 
 
 def _float64(seen: Examined, parts: dict[str, float], rates: Rates) -> Iterator[Finding]:

@@ -30,7 +30,7 @@ _EXACT_STEPS = 10
 _MOST_STEPS = 30
 _SHARE_OF_FIVE = 0.05  # of the budget, for those of five seeds
 # shares of the budget after which no such measurement begins
-_UNTIL_ALONE, _UNTIL_TOGETHER, _UNTIL_ADDED, _UNTIL_COMPARED = 0.45, 0.6, 0.7, 0.85
+_UNTIL_ALONE, _UNTIL_TOGETHER, _UNTIL_ADDED = 0.45, 0.6, 0.65
 _BEFORE_PROOF = 0.9  # share of the budget after which no comparison goes on, since nothing is handed back without proof
 _PROMISING = 0.9  # a change that is slower alone may be faster beside others, but hardly one that is slower by more
 
@@ -335,7 +335,7 @@ class Search:
             if not verdict.is_open:
                 break
             # another look takes as long as all before
-            if base and self._passed() + taken / self.budget > _UNTIL_COMPARED:
+            if base and self._passed() + taken / self.budget > _BEFORE_PROOF:
                 return replace(verdict, reason=f"{verdict.reason}; the budget did not suffice for more seeds")
             seeds = range(len(base), num_seeds)
             for losses, changed in (base, ()), (other, factors):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from lightning_accel.callbacks import Batching
+from lightning_accel.callbacks import Batching, MemorySavings
 from lightning_accel.callbacks.padding import (
     FORMS,
     has_padding,
@@ -290,6 +290,37 @@ def test_the_comparison_leaves_no_trace():
     assert [module.training, module.net.training, module.dropout.training] == [True, False, True]
     assert all(parameter.grad is None for parameter in module.parameters())
     assert "log" not in vars(module)
+
+
+def test_fewer_digits_are_compared_in_float32():
+    """In which alone a mask that is not looked at is told from rounding."""
+
+    class Low(Module):
+        def __init__(self, **options):
+            super().__init__(**options)
+            self.net.bfloat16()
+
+        def training_step(self, batch):  # Lightning leaves batch_idx out
+            return super().training_step(batch, 0)
+
+    module, batch = Low(), collate(sequences(4))
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    loss, gradients = training_of(module, batch)
+    assert {one.dtype for one in (loss, *gradients)} == {torch.float32}
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert module.net.head.weight.dtype == torch.bfloat16
+    with pytest.raises(TypeError, match="with positions that begin again"):
+        fit("packed", make=Low, takes_masks=False)
+
+
+def test_steps_that_callbacks_have_changed_are_compared_as_they_were():
+    """Micro-batches log for themselves, which is no time for before the first step."""
+    L.seed_everything(0, verbose=False)
+    module = Module()
+    callbacks = [MemorySavings(micro_batches=2), Batching(padding="trimmed")]
+    trainer = L.Trainer(accelerator="cpu", max_epochs=1, callbacks=callbacks, **QUIET)
+    trainer.fit(module, DataLoader(sequences(), 6, collate_fn=collate))
+    assert module.shapes[0] == (3, 24)
 
 
 def test_facts_tell_which_padding_a_run_has():

@@ -385,6 +385,36 @@ def test_a_bad_loss_comes_first():
     assert bad[1:] == good
 
 
+class Tokens(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Embedding(5, 4)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch["input_ids"]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ((8, 32), {"padding": 1 - 32 / 40, "uneven lengths": 1 - 20 / 40 - 0.2}),
+        ((30, 31), {"padding": 0.2}),
+        ((40, 39), {}),
+    ],
+)
+def test_padding_costs_its_share_of_both_passes(lengths, expected):
+    masks = [(torch.arange(40) < length).long() for length in lengths] * 12
+    samples = [{"input_ids": mask, "attention_mask": mask} for mask in masks]
+    found, seen = findings(Tokens(), DataLoader(samples, 2))
+    parts = part_times(seen.steps)
+    costs = {name: found[name].cost_ms / (parts["forward"] + parts["backward"]) for name in expected}
+    assert costs == pytest.approx(expected)
+    assert {"padding", "uneven lengths"} & set(found) == set(expected)
+
+
 def test_unpinned_batches_cost_the_difference_of_the_rates():
     facts = {"class": "DataLoader", "num_workers": 0, "pin_memory": False}
     rates = replace(RATES, pinned_bytes_per_s=20e9, pageable_bytes_per_s=5e9)

@@ -150,7 +150,7 @@ def test_losses_are_compared_again_over_the_steps_of_a_larger_budget(monkeypatch
 
 def test_seeds_that_a_smaller_budget_did_not_suffice_for_are_added(monkeypatch, tmp_path):
     world = World(monkeypatch)
-    world.deciding_seeds, world.seed_seconds = 40, 6.5
+    world.deciding_seeds, world.seed_seconds = 40, 7.0
     assert names(run(tmp_path, 600.0)) == ["compile"]
     world.seed_seconds = 0.0
     assert names(run(tmp_path, 600.0)) == ["compile"]

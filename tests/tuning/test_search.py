@@ -400,7 +400,7 @@ def test_turns_are_longer_where_there_is_time(world, tmp_path, budget, seconds):
 
 def test_seeds_end_with_the_budget(world, tmp_path):
     world.deciding_seeds = 40
-    world.seed_seconds = 6.5  # twenty take 260 of 600 s, as twenty more would
+    world.seed_seconds = 7.0  # twenty take 280 of 600 s, as twenty more would
     outcome = run(tmp_path)
     assert names(outcome) == ["compile"]
     verdict = outcome.verdicts[1]

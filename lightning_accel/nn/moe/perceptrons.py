@@ -244,7 +244,9 @@ def _joined(first: Sequence[nn.Module], last: nn.Module, act: object) -> Percept
         TypeError: if their sizes do not go together.
     """
     ups, down = [_weight(layer) for layer in first], _weight(last)
-    if any(up.shape != ups[0].shape or len(up) != down.shape[1] for up in ups):
+    # gate and first layer may be one, as in Phi-3 and ModernBERT
+    allowed = (down.shape[1], 2 * down.shape[1]) if len(ups) == 1 else (down.shape[1],)
+    if any(up.shape != ups[0].shape or len(up) not in allowed for up in ups):
         raise TypeError(f"linear layers of sizes {[tuple(one.shape) for one in (*ups, down)]} are no perceptron")
     biases = [layer.bias for layer in first]
     if len({bias is None for bias in biases}) > 1:

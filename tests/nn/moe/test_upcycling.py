@@ -44,6 +44,19 @@ class T5(nn.Module):
         return self.wo(self.dropout(self.act(self.wi_0(x)) * self.wi_1(x)))
 
 
+class Phi3(nn.Module):
+    """Have the gate and the first layer in one, the gate last."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Linear(D, 2 * H, bias=False), nn.Linear(H, D, bias=False)
+        self.activation_fn = nn.SiLU()
+
+    def forward(self, x):
+        up, gate = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(up * self.activation_fn(gate))
+
+
 class Swapped(nn.Module):
     """Have a gate that no name tells, and an activation that is a function."""
 
@@ -114,6 +127,7 @@ LAYERS = {
     "quick": lambda: nn.Sequential(nn.Linear(D, H), Quick(), nn.Linear(H, D)),
     "gpt2": Gpt2,
     "t5": T5,
+    "phi3": Phi3,
     "swapped": Swapped,
     "bert": Bert,
     "whisper": Whisper,
