@@ -32,6 +32,7 @@ _SHARE_OF_FIVE = 0.05  # of the budget, for those of five seeds
 # shares of the budget after which no such measurement begins
 _UNTIL_ALONE, _UNTIL_TOGETHER, _UNTIL_ADDED = 0.45, 0.6, 0.65
 _BEFORE_PROOF = 0.9  # share of the budget after which no comparison goes on, since nothing is handed back without proof
+_NOTABLY = 1.02  # more, for which another change is tried in the place of a simpler one
 _PROMISING = 0.9  # a change that is slower alone may be faster beside others, but hardly one that is slower by more
 
 
@@ -86,7 +87,9 @@ class Search:
             self._measure_baseline()
             winners = self._try_alone()
             chosen = self._try_together(winners) if len(winners) > 1 else winners
-            self._prove(chosen if self.outcome.goal == "memory" else self._try_undecided(self._try_added(chosen)))
+            if self.outcome.goal != "memory":
+                chosen = self._try_undecided(self._try_added(self._try_rivals(chosen)))
+            self._prove(chosen)
         except (KeyboardInterrupt, OSError):  # such as that of a disk too full for the journal
             self._hand_back_best()
             raise
@@ -184,6 +187,25 @@ class Search:
             self.outcome.without[factor.name] = result
             is_useless = result.ratio is not None and (result.saving or result.ratio.value) > USELESS
             chosen = self._choose(others, chosen, is_useless)
+        return chosen
+
+    def _try_rivals(self, chosen: list[Factor]) -> list[Factor]:
+        """Return the chosen changes, each as the one of its group that gained more alone if it is faster in its place.
+
+        The simplest of those whose intervals alone overlap was chosen, and turns against each other tell more.
+        """
+        for factor in list(chosen):
+            rivals = [one for one in self._winners_of(factor.group) if one.kind != "learned"]
+            gains = {one.name: self.outcome.alone[one.name].gain for one in rivals}
+            rival = max(rivals, key=lambda one: gains[one.name], default=factor)
+            changed = [rival if one is factor else one for one in chosen]
+            name = f"{rival.name} in place of {factor.name} of {_names(chosen)}"
+            is_affordable = name in self.journal or self._passed() < _UNTIL_ADDED
+            if rival is factor or not is_affordable or gains[rival.name] < _NOTABLY * gains[factor.name]:
+                continue
+            found = self._measure(name, together(chosen), together(changed), most=16, width=0.03, has_to_pay=True)
+            self.outcome.added[f"{rival.name} in place of {factor.name}"] = found
+            chosen = self._choose(changed, chosen, found.wins)
         return chosen
 
     def _try_added(self, chosen: list[Factor]) -> list[Factor]:

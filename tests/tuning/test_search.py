@@ -19,7 +19,7 @@ from lightning_accel.tuning.recorder import has_dropout
 from lightning_accel.tuning.savings import savings_for
 from lightning_accel.tuning.search import Search
 from lightning_accel.tuning.variant import NotReadyError, Step, TrialError
-from lightning_accel.tuning.writing import why_nothing, write_outcome
+from lightning_accel.tuning.writing import overlay, why_nothing, write_outcome
 
 clock = time.monotonic
 FACTS = {
@@ -632,6 +632,20 @@ def test_allocators_are_tried_where_they_are_installed(monkeypatch):
     kinds = {name: type(one) for name, one in found().items()}
     assert kinds == {"tcmalloc": Factor, "jemalloc": Refusal, "huge_pages": Factor}
     assert {one.reason for one in found(allocator="jemalloc").values()} == {"the process runs with jemalloc already"}
+
+
+def test_a_simpler_change_gives_way_to_one_that_is_faster_in_its_place(world, tmp_path, monkeypatch):
+    """Alone, intervals of both overlap, and turns against each other do not."""
+    monkeypatch.setattr(factors, "why_no_allocator", lambda name: "" if name == "tcmalloc" else "not here")
+    world.speed = {"compile": 1.3, "keep_freed_memory": 1.30, "allocator": 1.34}
+    outcome = run(tmp_path / "faster")
+    assert outcome.changes == Changes(speedups={"compile": "children", "allocator": "tcmalloc"})
+    assert "allocator=tcmalloc in place of keep_freed_memory" in outcome.added
+    assert "allocator: tcmalloc  # alone 1.34" in overlay(outcome, "a run", "today")
+    world.speed["allocator"] = 1.32
+    assert run(tmp_path / "equal").changes == Changes(speedups={"compile": "children", "keep_freed_memory": True})
+    world.speed["allocator"], world.pairs = 1.34, {frozenset({"compile", "allocator"}): 0.95}
+    assert run(tmp_path / "not beside").changes == Changes(speedups={"compile": "children", "keep_freed_memory": True})
 
 
 def test_comparisons_leave_time_for_the_proof(world, tmp_path):
