@@ -125,7 +125,7 @@ def test_the_monitor_leaves_gates_to_it(tmp_path, first):
     module = fit(callbacks if first else callbacks[::-1])
     assert module.losses == fit([ExpertLosses()]).losses
     assert len(monitor.names) == 2
-    assert not monitor._own.gates
+    assert len(monitor._theirs.gates) == 2
 
 
 @pytest.mark.parametrize(

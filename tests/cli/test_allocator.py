@@ -22,7 +22,7 @@ def started(monkeypatch):
 def test_the_last_config_decides(started, tmp_path):
     for name in ("tcmalloc", "huge_pages", "jemalloc", "null", "dlmalloc"):
         (tmp_path / f"{name}.yaml").write_text(TUNED.format(name))
-    (tmp_path / "other.yaml").write_text("trainer: {max_epochs: 1}\nmodel: {allocator: tcmalloc}\n")
+    (tmp_path / "other.yaml").write_text("model: {class_path: mine.Net, init_args: {allocator: tcmalloc}}\n")
     (tmp_path / "broken.yaml").write_text("trainer: [1\n")
 
     def ask(*names):
