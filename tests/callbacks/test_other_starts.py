@@ -53,6 +53,7 @@ def dense():
 
 MODULES = {
     "ExpertLoadMonitor": lambda: Tiny(MixtureOfExperts(6, 4, 3)),
+    "ExpertLosses": lambda: Tiny(MixtureOfExperts(6, 4, 3)),
     "RBMMonitor": lambda: Tiny(RBM(6, 4), chains=True),
 }
 ARGUMENTS = {
