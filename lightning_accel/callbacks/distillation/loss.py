@@ -51,10 +51,10 @@ def mean_of(values: Tensor, keep: Tensor | None) -> Tensor:
 
 
 def output_tensor(output: Any, of_what: str) -> Tensor:
-    """Return the main tensor of an output: itself, its ``logits`` or ``scores``, or its first floating one.
+    """Return the main tensor of an output: its ``logits`` or ``scores``, or its first floating one with a dimension.
 
     Raises:
-        TypeError: if the output holds no floating tensor.
+        TypeError: if the output holds no such tensor.
     """
     if not isinstance(output, Tensor):
         named = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
@@ -64,9 +64,9 @@ def output_tensor(output: Any, of_what: str) -> Tensor:
             if isinstance(named.get(name), Tensor):
                 return named[name]
     for value in tree_leaves(output):
-        if isinstance(value, Tensor) and value.is_floating_point():
+        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim:  # not a loss, as of CLIP
             return value
-    raise TypeError(f"distillation needs a floating tensor from {of_what}; it gives {type(output).__name__}")
+    raise TypeError(f"distillation needs a floating tensor of samples from {of_what}; it gives {type(output).__name__}")
 
 
 def position_mask(shape: torch.Size, lengths: Tensor | None, batch: Any, ignore_index: int) -> Tensor | None:
