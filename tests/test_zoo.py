@@ -50,6 +50,6 @@ def test_weights_of_matrices_are_pruned(name, structure):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO)
 def test_a_teacher_teaches(name):
-    """Itself, as it was at the beginning: the distance is 0 at first, and 0.5 of its weight later."""
-    module = fit(name, Distillation("initial"))
-    assert module.trainer.callback_metrics["train/distillation_loss"] >= 0
+    """Itself, as it was at the beginning, from which two steps have led away."""
+    distance = fit(name, Distillation("initial")).trainer.callback_metrics["train/distillation_loss"]
+    assert 0 < distance < 100

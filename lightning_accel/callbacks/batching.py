@@ -33,8 +33,8 @@ class Batching(L.Callback):
     """Train any module on larger batches, on samples of similar length, or on batches with less padding.
 
     ``lightning-accel tune`` finds whether less padding pays and, with ``--allow batch_size,length_bucketed,packed``,
-    the others, and writes them to a config, if losses after as many samples are equivalent over seeds. Batches of the
-    training loader have ``batch_size_factor`` times as many samples, and so has each update, whatever
+    the others, and writes them to a config; the first two if losses after as many samples are equivalent over seeds.
+    Batches of the training loader have ``batch_size_factor`` times as many samples, and so has each update, whatever
     ``accumulate_grad_batches`` is. Options of optimizers change within each update alone, after the gradients are
     computed: schedulers, logs and checkpoints see the learning rate as it was given.
 
@@ -165,7 +165,7 @@ class Batching(L.Callback):
             # a model may look at windows of tokens, of which shorter samples than those tell nothing
             if has_padding(batch, padding) and (length := longest_of(batch)) > longest:
                 try:
-                    changes = choose_change(
+                    name = choose_change(
                         changes, lambda one: training_of(module, move(one, *args, **kwargs), with_gradients), batch
                     )
                 except ValueError as error:
@@ -173,9 +173,11 @@ class Batching(L.Callback):
                         f"{self._name} would train {type(module).__name__} otherwise than with padding: {error}. "
                         "Take padding out"
                     ) from error
-                longest = length
-            ((_, change),) = changes.items() if longest else [("", lambda whole: whole)]
-            return move(change(batch), *args, **kwargs)
+                changes, longest = {name: changes[name]}, length
+            if longest:
+                (change,) = changes.values()
+                batch = change(batch)
+            return move(batch, *args, **kwargs)
 
         strategy.batch_to_device = batch_to_device  # type: ignore[method-assign]
         self._undo.append(lambda: vars(strategy).pop("batch_to_device", None))

@@ -1,4 +1,4 @@
-"""Losses of gates in the training of any module with mixtures of experts. Shapes: E experts."""
+"""Losses of gates in the training of any module with mixtures of experts."""
 
 from functools import wraps
 from typing import Any
@@ -8,9 +8,9 @@ import torch
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 
-from lightning_accel.callbacks.monitors.expert_load import logs_at
+from lightning_accel.callbacks.monitors.expert_load import update_gates
 from lightning_accel.callbacks.trainer_callbacks import require_own_steps
-from lightning_accel.nn import ExpertLoad, GateReport, MixtureOfExperts, summarise_load
+from lightning_accel.nn import ExpertLoad, GateReport, MixtureOfExperts
 
 
 class ExpertLosses(L.Callback):
@@ -80,7 +80,7 @@ class ExpertLosses(L.Callback):
             finally:
                 self._reports = None
             if output is None or not reports:
-                return None if output is None else output
+                return output
             balance = torch.stack([report.balance_loss for report in reports]).mean()
             extra = self.balance_weight * balance + self.z_weight * torch.stack([one.z_loss for one in reports]).mean()
             pl_module.log("train/balance_loss", balance.detach())
@@ -91,10 +91,7 @@ class ExpertLosses(L.Callback):
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        statistics = self._load.step()
-        if statistics and logs_at(trainer, trainer.global_step + 1):
-            pl_module.log_dict({f"train/{name}": value for name, value in summarise_load(statistics).items()})
-            self._load.warn_if_collapsed()
+        update_gates(self._load, trainer, pl_module)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._restore(pl_module)

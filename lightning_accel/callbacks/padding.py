@@ -248,8 +248,8 @@ def changes_for(padding: Padding) -> dict[str, Callable[[Any], Any]]:
 
 def choose_change(
     changes: Mapping[str, Callable[[Any], Any]], run: Callable[[Any], tuple[Tensor, list[Tensor]]], batch: Any
-) -> dict[str, Callable[[Any], Any]]:
-    """Return the first of some functions after which a batch has the same loss and gradients, under its name.
+) -> str:
+    """Return the name of the first of some functions after which a batch has the same loss and gradients.
 
     Args:
         changes: functions of a batch, by name.
@@ -267,7 +267,7 @@ def choose_change(
             reasons.append(f"{name}{type(error).__name__}: {' '.join(str(error).split())[:200]}")
             continue
         if not (reason := _deviation(expected, found)):
-            return {name: change}
+            return name
         reasons.append(f"{name}{reason}")
     raise ValueError("; ".join(reasons[:3]))
 

@@ -10,6 +10,8 @@ import yaml
 
 from lightning_accel.measure.allocators import ALLOCATORS, allocator_in_use, variables_for, why_no_allocator
 
+_STARTED_AGAIN = "LIGHTNING_ACCEL_STARTED_WITH"
+
 
 def restart_with_allocator(arguments: Sequence[str]) -> None:
     """Start this program again, as the same process, if its configs name an allocator that it does not run with.
@@ -22,7 +24,10 @@ def restart_with_allocator(arguments: Sequence[str]) -> None:
     named: list[Any] = [name for path in _configs_in(arguments) for name in _allocators_in(_content_of(path))]
     if not named or (name := named[-1]) not in ALLOCATORS or allocator_in_use() or why_no_allocator(name):
         return
-    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | variables_for(name))
+    if _STARTED_AGAIN in os.environ:  # with a library that the loader did not take: it would start for ever
+        return
+    variables = variables_for(name) | {_STARTED_AGAIN: name}
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | variables)
 
 
 def _configs_in(arguments: Sequence[str]) -> Iterator[Path]:

@@ -67,7 +67,8 @@ def run_tune(arguments: Sequence[str]) -> int:
         "--allow",
         default="",
         metavar="NAME[,NAME]",
-        help="changes of what is learned, or float8, to try as well, if losses after as many samples are equivalent: "
+        help="changes of what is learned, or float8, to try as well, if losses after as many samples are equivalent, "
+        "or several samples in a row, if a step learns the same: "
         f"{', '.join(ALLOWABLE)} (default: none)",
     )
     parser.add_argument("--output", default="tuned", help="folder of tuned.yaml and report.md (default: tuned)")

@@ -109,7 +109,7 @@ def _allocators(facts: Mapping[str, Any]) -> Iterator[Factor | Refusal]:
     for name in ALLOCATORS:
         reason = f"the process runs with {in_use} already" if in_use else why_no_allocator(name)
         if not reason and library and name in LIBRARIES:
-            reason = f"{library} is installed, which was the faster one of the two wherever both were measured"
+            reason = f"{library} is installed, which was as fast or faster where both were measured"
         if reason:
             yield Refusal(f"allocator={name}", reason)
             continue

@@ -31,6 +31,7 @@ _MOST_STEPS = 30
 _SHARE_OF_FIVE = 0.05  # of the budget, for those of five seeds
 # shares of the budget after which no such measurement begins
 _UNTIL_ALONE, _UNTIL_TOGETHER, _UNTIL_ADDED = 0.45, 0.6, 0.65
+_END = 0.99  # share of the budget, after which the last turn and the end of all processes come
 _BEFORE_PROOF = 0.9  # share of the budget after which no comparison goes on, since nothing is handed back without proof
 _NOTABLY = 1.02  # more, for which another change is tried in the place of a simpler one
 _PROMISING = 0.9  # a change that is slower alone may be faster beside others, but hardly one that is slower by more
@@ -478,7 +479,7 @@ class Search:
     def _passed(self) -> float:
         return (time.monotonic() - self._begin) / self.budget
 
-    def _deadline(self, share: float, until: float = 1.0) -> float:
+    def _deadline(self, share: float, until: float = _END) -> float:
         """Return when a share of the budget will have passed from now on, or one of it from the beginning on."""
         return min(time.monotonic() + share * self.budget, self._begin + until * self.budget)
 

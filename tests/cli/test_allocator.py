@@ -40,6 +40,15 @@ def test_the_last_config_decides(started, tmp_path):
     assert "PATH" in started[0]
 
 
+def test_a_library_that_the_loader_does_not_take_is_tried_once(started, tmp_path, monkeypatch):
+    (tmp_path / "tuned.yaml").write_text(TUNED.format("tcmalloc"))
+    for _ in range(2):  # in what takes the place of this process, too, no other allocator is in use
+        restart_with_allocator(["fit", "--config", str(tmp_path / "tuned.yaml")])
+        for name, value in started[-1].items():
+            monkeypatch.setenv(name, value)
+    assert len(started) == 1
+
+
 def test_a_process_that_runs_with_another_one_goes_on(started, tmp_path, monkeypatch):
     monkeypatch.setattr(allocator, "allocator_in_use", lambda: "jemalloc")
     (tmp_path / "tuned.yaml").write_text(TUNED.format("tcmalloc"))

@@ -94,14 +94,11 @@ class ExpertLoadMonitor(L.Callback):
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        statistics = self._own.step()
-        if statistics and logs_at(trainer, trainer.global_step + 1):
-            pl_module.log_dict({f"train/{name}": value for name, value in summarise_load(statistics).items()})
-            self._own.warn_if_collapsed()
+        update_gates(self._own, trainer, pl_module)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object) -> None:
         step = trainer.global_step
-        if step and logs_at(trainer, step) and step not in self.steps[-1:]:  # skips further micro-batches of a step
+        if step and _logs_at(trainer, step) and step not in self.steps[-1:]:  # skips further micro-batches of a step
             self._record(step)
 
     def _record(self, step: int) -> None:
@@ -173,6 +170,14 @@ def draw_load(steps: list[int], loads: list[list[Tensor]], names: list[str]) -> 
     return figure
 
 
-def logs_at(trainer: L.Trainer, step: int) -> bool:
+def update_gates(load: ExpertLoad, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    """Update gates before an optimizer step, and where that is logged, log the summary of their load."""
+    statistics = load.step()
+    if statistics and _logs_at(trainer, trainer.global_step + 1):
+        pl_module.log_dict({f"train/{name}": value for name, value in summarise_load(statistics).items()})
+        load.warn_if_collapsed()
+
+
+def _logs_at(trainer: L.Trainer, step: int) -> bool:
     every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
     return every > 0 and step % every == 0

@@ -183,7 +183,7 @@ class MixtureOfExperts(nn.Module):
     @classmethod
     def from_dense(
         cls,
-        mlp: nn.Module,
+        mlp: nn.Module | Perceptron,
         num_experts: int,
         k: int = 2,
         *,
@@ -196,7 +196,8 @@ class MixtureOfExperts(nn.Module):
 
         Args:
             mlp: a :class:`~lightning_accel.nn.FeedForward`, or a module whose only linear layers are two, or three of
-                which one is a gate, with one activation, such as an ``nn.Sequential`` or the perceptron of Llama.
+                which one is a gate, with one activation, such as an ``nn.Sequential`` or the perceptron of Llama; or
+                its weights.
             num_experts: E.
             k: K.
             capacity_factor: see the class; outputs of dropped tokens differ from the perceptron's.
@@ -206,13 +207,7 @@ class MixtureOfExperts(nn.Module):
             TypeError: if ``mlp`` is none of these, or its activation is not one that experts have.
             ValueError: if the gate's weights of a token do not sum to 1, as with ``k=1``.
         """
-        return cls.from_perceptron(read_perceptron(mlp), num_experts, k, capacity_factor=capacity_factor, gate=gate)
-
-    @classmethod
-    def from_perceptron(
-        cls, dense: Perceptron, num_experts: int, k: int, *, capacity_factor: float | None, gate: GateFactory
-    ) -> "MixtureOfExperts":
-        """Create a mixture whose experts are copies of a perceptron, see :meth:`from_dense`."""
+        dense = mlp if isinstance(mlp, Perceptron) else read_perceptron(mlp)
         if (dense.up_bias is None) != (dense.down_bias is None):
             raise TypeError("both layers of the perceptron must have a bias, or none")
         dim, hidden_dim = dense.down.shape

@@ -42,7 +42,7 @@ def replace_mlps_(
 ) -> list[str]:
     """Replace the perceptrons of a network by mixtures whose experts are copies of them, so that outputs stay equal.
 
-    Perceptrons are found by what they compute, in networks of transformers, timm and your own. A dropout behind the
+    Perceptrons are found by what they compute, in networks of transformers and your own. A dropout behind the
     second layer stays; one between both, as in T5, is left out, and so are dropouts of Whisper's kind. Call it where
     the network is made, before optimizers and strategies see it; names of parameters change.
 
@@ -86,9 +86,7 @@ def _chosen(places: Sequence[Place], layers: Sequence[int] | None) -> list[Place
 
 
 def _mixture_of(place: Place, num_experts: int, k: int, capacity_factor: float | None, gate: GateFactory) -> MixtureMLP:
-    mixture = MixtureOfExperts.from_perceptron(
-        place.perceptron, num_experts, k, capacity_factor=capacity_factor, gate=gate
-    )
+    mixture = MixtureOfExperts.from_dense(place.perceptron, num_experts, k, capacity_factor=capacity_factor, gate=gate)
     return MixtureMLP(mixture, _last_dropout(place)).train(place.module.training)
 
 
