@@ -16,6 +16,7 @@ from lightning_accel.callbacks.monitors.run_report import RunReport
 from lightning_accel.callbacks.monitors.stall import StallMonitor
 from lightning_accel.callbacks.prediction_writer import PredictionWriter
 from lightning_accel.callbacks.pruning.callback import Pruning
+from lightning_accel.callbacks.pruning.semi_structured import SemiStructuredSparsity
 from lightning_accel.callbacks.resume.exact_resume import ExactResume
 from lightning_accel.callbacks.resume.sampler_check import SamplerCheck
 from lightning_accel.callbacks.resume.save_on_signal import SaveOnSignal
@@ -40,6 +41,7 @@ __all__ = [
     "RunReport",
     "SamplerCheck",
     "SaveOnSignal",
+    "SemiStructuredSparsity",
     "Speedups",
     "StallMonitor",
     "WeightedAccumulation",

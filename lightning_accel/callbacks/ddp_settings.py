@@ -3,7 +3,7 @@
 from typing import Any, Literal, TypeGuard
 
 import lightning as L
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_accel._private.lightning import ddp_options
@@ -76,3 +76,12 @@ class DDPSettings(L.Callback):
 def is_ddp(strategy: object) -> TypeGuard[DDPStrategy]:
     """Return whether a strategy is DDP with whole parameters on each process."""
     return isinstance(strategy, DDPStrategy) and not isinstance(strategy, FullyShardedStrategy | PipelineStrategy)
+
+
+def require_whole_parameters(trainer: L.Trainer, name: str, instead: str) -> None:
+    """Reject, with a TypeError, a strategy other than a single device or DDP on behalf of the option ``name``."""
+    if not isinstance(trainer.strategy, SingleDeviceStrategy) and not is_ddp(trainer.strategy):
+        raise TypeError(
+            f"{name} needs a single device or DDP, whose parameters and gradients are whole; got "
+            f"{type(trainer.strategy).__name__}: {instead}"
+        )

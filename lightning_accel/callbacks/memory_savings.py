@@ -6,13 +6,12 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_accel._private.torch import BatchNormBase, tree_map_only
-from lightning_accel.callbacks.ddp_settings import is_ddp
+from lightning_accel.callbacks.ddp_settings import require_whole_parameters
 from lightning_accel.callbacks.trainer_callbacks import require_own_steps
 from lightning_accel.strategies.batch_splitting import RecordedLog, merge_outputs, split_batch
 from lightning_accel.strategies.sharding.blocks import find_blocks, recompute_activations
@@ -65,7 +64,7 @@ class MemorySavings(L.Callback):
                     "activation_offload moves activations from a GPU to the memory of the host, where those of a cpu "
                     "device are already; take it out"
                 )
-            _require_whole_parameters(trainer, "activation_offload", "use the strategy accel_fsdp2_offload")
+            require_whole_parameters(trainer, "activation_offload", "use the strategy accel_fsdp2_offload")
             self._offload_steps(pl_module, device)
         if self.micro_batches > 1:
             _require_splittable(trainer, pl_module)
@@ -217,17 +216,9 @@ def has_batch_norms(*modules: nn.Module) -> bool:
     return any(isinstance(layer, BatchNormBase) and layer.training for one in modules for layer in one.modules())
 
 
-def _require_whole_parameters(trainer: L.Trainer, name: str, instead: str) -> None:
-    if not isinstance(trainer.strategy, SingleDeviceStrategy) and not is_ddp(trainer.strategy):
-        raise TypeError(
-            f"{name} needs a single device or DDP, whose parameters and gradients are whole; got "
-            f"{type(trainer.strategy).__name__}: {instead}"
-        )
-
-
 def _require_splittable(trainer: L.Trainer, module: L.LightningModule) -> None:
     require_own_steps(trainer, module, "MemorySavings(micro_batches)", "split batches there")
-    _require_whole_parameters(trainer, "micro_batches", "use accumulate_grad_batches with smaller batches")
+    require_whole_parameters(trainer, "micro_batches", "use accumulate_grad_batches with smaller batches")
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise TypeError(
             "micro_batches computes gradients before the loss is scaled, which loses digits in float16: use bf16-mixed"

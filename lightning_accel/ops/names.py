@@ -9,6 +9,8 @@ from torch import nn
 Name = TypeVar("Name")
 Exclusion: TypeAlias = str | type[nn.Module]
 
+_HEADS_AND_GATES = "head", "lm_head", "gate", "router"
+
 
 def list_of_names(names: Iterable[Name]) -> list[Name]:
     """Return a list of names or classes; a single string or class becomes a list of one.
@@ -63,6 +65,32 @@ def find_excluded(module: nn.Module, exclude: Iterable[Exclusion]) -> dict[str, 
             if "" in roots or any(".".join(parts[:count]) in roots for count in range(1, len(parts) + 1)):
                 found.setdefault(name, shown)
     return found
+
+
+def find_linear_layers(
+    module: nn.Module, multiple: int, exclude: Iterable[Exclusion] | None = None
+) -> dict[str, nn.Linear]:
+    """Find the ``nn.Linear`` layers, without subclasses, with two sizes that are multiples of a number.
+
+    Args:
+        module: module with the layers.
+        multiple: number, in features.
+        exclude: see :func:`find_excluded`; by default layers named head, lm_head, gate or router.
+
+    >>> find_linear_layers(nn.ModuleDict({"up": nn.Linear(8, 16), "head": nn.Linear(16, 8)}), 8)
+    {'up': Linear(in_features=8, out_features=16, bias=True)}
+    """
+    if exclude is None:
+        exclude = [name for name, _ in module.named_modules() if name.rpartition(".")[2] in _HEADS_AND_GATES]
+    excluded = find_excluded(module, exclude)
+    return {
+        name: layer
+        for name, layer in module.named_modules()
+        if type(layer) is nn.Linear
+        and layer.in_features % multiple == 0
+        and layer.out_features % multiple == 0
+        and name not in excluded
+    }
 
 
 def clean_name(name: str) -> str:

@@ -10,11 +10,10 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_accel.ops.names import find_excluded, list_of_names
+from lightning_accel.ops.names import find_linear_layers, list_of_names
 
 _CAPABILITY = (8, 9)  # Ada and Hopper are the first with float8 tensor cores
 _NO_TORCHAO = "Float8Precision needs torchao, which is not installed: pip install torchao"
-_HEADS_AND_GATES = "head", "lm_head", "gate", "router"
 _MULTIPLE = 16  # float8 matrix products need both sizes of a weight to be multiples of this
 
 
@@ -54,14 +53,13 @@ class Float8Precision(MixedPrecision):
 
         if any(isinstance(layer, Float8Linear) for layer in module.modules()):  # by an earlier fit
             return module
-        excluded = find_excluded(module, _heads_and_gates(module) if self.exclude is None else self.exclude)
-        names = [name for name, layer in module.named_modules() if _qualifies(layer) and name not in excluded]
-        if not names:
+        layers = find_linear_layers(module, _MULTIPLE, self.exclude)
+        if not layers:
             raise ValueError(
                 f"Float8Precision found no nn.Linear whose sides are multiples of {_MULTIPLE}, apart from those that "
                 f"exclude={self.exclude} leaves out, so it would have no effect; use AmpPrecision()"
             )
-        if any(isinstance(module.get_submodule(name).weight, DTensor) for name in names):
+        if any(isinstance(layer.weight, DTensor) for layer in layers.values()):
             raise ValueError(
                 "Float8Precision has to replace layers before they are sharded; got a module whose configure_model "
                 "sharded them. Call torchao.float8.convert_to_float8_training there, before fully_shard, and use "
@@ -69,18 +67,9 @@ class Float8Precision(MixedPrecision):
             )
         # pads batches with a size that is not a multiple of 16, such as the last of an epoch
         config = Float8LinearConfig(pad_inner_dim=True)
-        convert_to_float8_training(module, module_filter_fn=lambda layer, name: name in names, config=config)
-        rank_zero_info(f"Float8Precision: {len(names)} linear layers multiply in float8, all else is bf16-mixed")
+        convert_to_float8_training(module, module_filter_fn=lambda layer, name: name in layers, config=config)
+        rank_zero_info(f"Float8Precision: {len(layers)} linear layers multiply in float8, all else is bf16-mixed")
         return module
-
-
-def _heads_and_gates(module: nn.Module) -> list[str]:
-    return [name for name, _ in module.named_modules() if name.rpartition(".")[2] in _HEADS_AND_GATES]
-
-
-def _qualifies(layer: nn.Module) -> bool:
-    # not subclasses, whose forward torchao's would replace
-    return type(layer) is nn.Linear and layer.in_features % _MULTIPLE == 0 and layer.out_features % _MULTIPLE == 0
 
 
 def why_not_float8(device: torch.device) -> str:

@@ -14,6 +14,7 @@ _BFLOAT16 = {
     "precision=bf16-mixed": Changes(trainer={"precision": "bf16-mixed"}),
     "Bfloat16Precision": Changes(precision={"Bfloat16Precision": {}}),
 }
+_SPARSE = Changes(sparsity={"exclude": None})
 _PREFETCH = 8  # batches ahead of a step, which level out items that take unequally long
 
 
@@ -192,6 +193,26 @@ def float8_for(facts: Mapping[str, Any], allow: Sequence[str]) -> Iterator[Facto
         yield Factor(f"{name} with compile=children", "precision", "rounding", changes)
     else:
         yield Refusal(name, f"numbers have three or four digits in base 2: allow it by name with --allow {name}")
+
+
+def sparsity_for(facts: Mapping[str, Any], allow: Sequence[str]) -> Iterator[Factor | Refusal]:
+    """Yield 2:4 sparse weights where they are allowed, or why not; nothing if they are not possible.
+
+    Args:
+        facts: see :func:`lightning_accel.tuning.recorder.facts_of`.
+        allow: names among :data:`lightning_accel.tuning.choices.ALLOWABLE`.
+    """
+    name = "2:4"
+    if facts["not_sparsifiable"]:
+        if name in allow:
+            yield Refusal(name, facts["not_sparsifiable"])
+    elif name not in allow:
+        yield Refusal(name, f"half of the weights are left out: allow it by name with --allow {name}")
+    elif facts["precision"] == "32-true":
+        bfloat16 = _BFLOAT16["precision=bf16-mixed"]
+        yield Factor(f"{name} with precision=bf16-mixed", "precision", "learned", bfloat16 | _SPARSE)
+    else:
+        yield Factor(name, "sparsity", "learned", _SPARSE)
 
 
 def compilations(facts: Mapping[str, Any]) -> Iterator[Factor | Refusal]:

@@ -139,6 +139,11 @@ def together(factors: Iterable[Factor]) -> Changes:
     return reduce(or_, (factor.changes for factor in factors), Changes())
 
 
+def names_of(factors: Iterable[Factor]) -> str:
+    """Return the names of factors, separated by commas."""
+    return ", ".join(factor.name for factor in factors)
+
+
 def needed_of_two(both: Measurement, one: Measurement) -> Measurement | None:
     """Return what one of two changes alone is against both, if intervals leave no doubt that the other one is needed.
 

@@ -73,7 +73,8 @@ def tune(
             by :class:`lightning_accel.callbacks.Batching`). Speed is that of samples, and losses have to be equivalent
             over seeds after as many samples. ``packed`` puts several sequences in a row of a batch, by the same
             callback, which compares losses and gradients with those of the padded batch. ``float8`` trains linear
-            layers in float8, by :class:`lightning_accel.precision.Float8Precision`, compiled.
+            layers in float8, by :class:`lightning_accel.precision.Float8Precision`, compiled; ``2:4`` with 2:4 sparse
+            weights, by :class:`lightning_accel.callbacks.SemiStructuredSparsity`.
 
     Raises:
         NotWrittenError: if the disk of the folder is full, or may not be written; once there is room, the search goes
@@ -119,10 +120,11 @@ def tune(
             project, folder, seconds, identity, goal, allow,
             lambda what, share, best: bar.update(task, description=what, completed=share, best=best),
         )  # fmt: skip
-        if len(search.journal):
-            num_cut = search.journal.num_cut
+        journal = search.measurer.journal
+        if len(journal):
+            num_cut = journal.num_cut
             cut = f"; {num_cut} that a smaller budget or a full disk cut short are repeated" * bool(num_cut)
-            bar.print(f"{folder} holds {len(search.journal)} measurements of this run, which are used again{cut}")
+            bar.print(f"{folder} holds {len(journal)} measurements of this run, which are used again{cut}")
         outcome, written = search.outcome, (command, time.strftime("%Y-%m-%d"))
         try:
             try:

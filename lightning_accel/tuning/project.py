@@ -17,6 +17,7 @@ from lightning_accel import precision
 from lightning_accel.callbacks.batching import Batching
 from lightning_accel.callbacks.ddp_settings import DDPSettings
 from lightning_accel.callbacks.memory_savings import MemorySavings
+from lightning_accel.callbacks.pruning.semi_structured import SemiStructuredSparsity
 from lightning_accel.callbacks.speedups import Speedups
 from lightning_accel.measure import isolate
 from lightning_accel.tuning.serving import serve_isolated
@@ -32,6 +33,7 @@ class Changes:
         savings: arguments of :class:`lightning_accel.callbacks.MemorySavings`.
         ddp: arguments of :class:`lightning_accel.callbacks.DDPSettings`.
         batching: arguments of :class:`lightning_accel.callbacks.Batching`.
+        sparsity: arguments of :class:`lightning_accel.callbacks.SemiStructuredSparsity`.
         precision: class of :mod:`lightning_accel.precision` that is the Trainer's plug-in, and its arguments.
     """
 
@@ -40,6 +42,7 @@ class Changes:
     savings: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
     batching: dict[str, Any] = field(default_factory=dict)
+    sparsity: dict[str, Any] = field(default_factory=dict)
     precision: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __or__(self, other: "Changes") -> "Changes":
@@ -49,6 +52,7 @@ class Changes:
             self.savings | other.savings,
             self.ddp | other.ddp,
             self.batching | other.batching,
+            self.sparsity | other.sparsity,
             self.precision | other.precision,
         )
 
@@ -80,6 +84,7 @@ class Changes:
             (MemorySavings, self.savings),
             (Speedups, self.speedups),
             (Batching, self.batching),
+            (SemiStructuredSparsity, self.sparsity),
         ]
         return [(kind, arguments) for kind, arguments in kinds if arguments]
 

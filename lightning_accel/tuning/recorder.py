@@ -16,6 +16,7 @@ from lightning_accel._private.lightning import ddp_options
 from lightning_accel._private.torch import DropoutBase
 from lightning_accel.callbacks.ddp_settings import is_ddp
 from lightning_accel.callbacks.memory_savings import has_batch_norms
+from lightning_accel.callbacks.pruning.semi_structured import why_not_sparsifiable
 from lightning_accel.callbacks.speedups import blocks_of, called_children, has_fused_step, loaders_of
 from lightning_accel.data.batched_fetch import why_by_sample
 from lightning_accel.measure import PeakMemory, bad_loss_of, batch_size_of
@@ -179,6 +180,7 @@ def facts_of(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> dict[
         "not_bucketed": why_not_bucketed_of(sources),
         "not_padded": why_not_padded_of(batch),
         "not_float8": why_not_float8(trainer.strategy.root_device),
+        "not_sparsifiable": why_not_sparsifiable(module, trainer.strategy.root_device),
         "fused": any(one.defaults.get("fused") for one in trainer.optimizers),
         "loaders": [
             {

@@ -18,7 +18,7 @@ from unittest.mock import Mock
 import pytest
 
 from lightning_accel.strategies.checkpoints.atomic import NotWrittenError
-from lightning_accel.tuning import factors, fork_server, parity, program, search, tune, variants, writing
+from lightning_accel.tuning import factors, fork_server, measurer, parity, program, tune, variants, writing
 from lightning_accel.tuning.fork_server import ForkServer
 from lightning_accel.tuning.journal import Journal
 from lightning_accel.tuning.project import Changes, Project, project_of
@@ -101,14 +101,14 @@ def test_what_was_found_is_printed_if_it_cannot_be_written(world, tmp_path, caps
 
 def test_a_search_that_ends_by_a_full_disk_hands_back_the_best_so_far(world, tmp_path):
     one = Search(Project("nobody:runs", {}), tmp_path, 600.0, IDENTITY)
-    write = one.journal._write
+    write = one.measurer.journal._write
 
     def fill(entry):
         if entry["name"].startswith("together"):
             raise NotWrittenError("the disk is full")
         write(entry)
 
-    one.journal._write = fill
+    one.measurer.journal._write = fill
     with pytest.raises(NotWrittenError):
         one.run()
     assert one.outcome.is_faster
@@ -159,7 +159,7 @@ def test_a_change_is_not_blamed_for_what_else_has_ended(world, tmp_path, monkeyp
         else:
             reference.is_alive = False
 
-    calls = ended_once(monkeypatch, search, "compare", end)
+    calls = ended_once(monkeypatch, measurer, "compare", end)
     outcome = run(tmp_path)
     assert names(outcome) == ["compile", "precision"]
     assert calls[1][1].changes == calls[2][1].changes
@@ -171,7 +171,7 @@ def test_losses_are_recorded_again_if_the_server_has_ended(world, tmp_path, monk
     server = SimpleNamespace(has_ended=False, has_forked=True, stop=lambda: None)
     servers = [server, copy(server)]
     monkeypatch.setattr(variants, "fork_server", lambda allocator: None if allocator else servers.pop(0))
-    ended_once(monkeypatch, search, "record_losses", lambda *_: setattr(server, "has_ended", True))
+    ended_once(monkeypatch, measurer, "record_losses", lambda *_: setattr(server, "has_ended", True))
     assert not any("SIGKILL" in verdict.reason for verdict in run(tmp_path).verdicts)
 
 

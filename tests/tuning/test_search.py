@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import time
 from unittest.mock import Mock
 
@@ -9,9 +10,12 @@ import pytest
 import yaml
 from torch import nn
 
-from lightning_accel.tuning import factors, search, variants
+from lightning_accel.callbacks import SemiStructuredSparsity
+from lightning_accel.tuning import factors, measurer, variants
+from lightning_accel.tuning.choices import ALLOWABLE
 from lightning_accel.tuning.comparison import Ratio
-from lightning_accel.tuning.factors import Factor, Refusal, factors_for, float8_for
+from lightning_accel.tuning.factors import Factor, Refusal, factors_for, float8_for, sparsity_for
+from lightning_accel.tuning.learning import learning_changes_for, require_known
 from lightning_accel.tuning.outcome import Measurement
 from lightning_accel.tuning.parity import Verdict
 from lightning_accel.tuning.project import Changes, Project
@@ -53,6 +57,7 @@ FACTS = {
     "not_bucketed": "all samples are equally long",
     "not_padded": {"trimmed": "no mask", "packed": "no mask"},
     "not_float8": "a cpu device",
+    "not_sparsifiable": "no kernels",
     "fusible_optimizers": ["Adam"],
     "fused": False,
     "loaders": [
@@ -81,7 +86,7 @@ class World:
         self.turns = set()
         self.num_steps, self.samples = {}, {}
         self.passed_seconds, self.seed_seconds = 0.0, 0.0
-        monkeypatch.setattr(search.time, "monotonic", lambda: clock() + self.passed_seconds)
+        monkeypatch.setattr(measurer.time, "monotonic", lambda: clock() + self.passed_seconds)
         world = self
 
         class Stub:
@@ -133,12 +138,12 @@ class World:
             return Ratio(value, value * 0.98, value * 1.02, 5)
 
         monkeypatch.setattr(variants, "Variant", Stub)
-        monkeypatch.setattr(search, "compare", compare)
-        monkeypatch.setattr(search, "record_losses", self.record)
+        monkeypatch.setattr(measurer, "compare", compare)
+        monkeypatch.setattr(measurer, "record_losses", self.record)
         monkeypatch.setattr(
-            search, "are_equal", lambda base, moved, other: self.judge(other, self.unequal | self.different)
+            measurer, "are_equal", lambda base, moved, other: self.judge(other, self.unequal | self.different)
         )
-        monkeypatch.setattr(search, "are_equivalent", self.judge_seeds)
+        monkeypatch.setattr(measurer, "are_equivalent", self.judge_seeds)
 
         class Outputs:
             def __init__(self, record):
@@ -150,7 +155,7 @@ class World:
                 return Verdict(not pairs and not deviating & set(world.names(changes)), "by the table")
 
         self.deviating_pairs = []
-        monkeypatch.setattr(search, "OutputComparison", Outputs)
+        monkeypatch.setattr(measurer, "OutputComparison", Outputs)
 
     def record(self, project, changes, folder, seeds, num_steps, deadline, perturb, server):
         self.recorded_from.append((changes, server))
@@ -732,6 +737,31 @@ def test_float8_is_tried_where_it_is_possible_and_allowed():
     assert factor.changes == Changes(precision={"Float8Precision": {}}, speedups={"compile": "children"})
     (refusal,) = found(not_float8="")
     assert "--allow float8" in refusal.reason
+
+
+def test_sparse_weights_are_tried_where_they_are_possible_and_allowed():
+    def found(*allow, **facts):
+        return list(sparsity_for(FACTS | facts, allow))
+
+    assert not found()
+    assert found("2:4") == [Refusal("2:4", "no kernels")]
+    sparsity = {"exclude": None}
+    (factor,) = found("2:4", not_sparsifiable="")
+    assert factor.changes == Changes(trainer={"precision": "bf16-mixed"}, sparsity=sparsity)
+    assert (factor.group, factor.kind) == ("precision", "learned")  # bfloat16 alone is the simpler one
+    assert found("2:4", not_sparsifiable="", precision="bf16-true")[0].changes == Changes(sparsity=sparsity)
+    (callback,) = factor.changes.callbacks()
+    assert isinstance(callback, SemiStructuredSparsity)
+    (refusal,) = found(not_sparsifiable="")
+    assert "--allow 2:4" in refusal.reason
+
+
+def test_what_is_said_to_be_allowable_is():
+    facts = FACTS | {"not_bucketed": "", "not_float8": "", "not_sparsifiable": "", "not_padded": {"packed": ""}}
+    candidates = [*learning_changes_for(facts, ()), *float8_for(facts, ()), *sparsity_for(facts, ())]
+    reasons = " ".join(one.reason for one in candidates if isinstance(one, Refusal))
+    assert set(re.findall(r"--allow (\S+)", reasons)) == set(ALLOWABLE)
+    require_known(ALLOWABLE)
 
 
 def test_ranks_share_the_cores():
