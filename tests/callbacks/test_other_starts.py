@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel import callbacks
 from lightning_accel.nn import RBM, ContrastiveDivergence, MixtureOfExperts
+from tests.callbacks.pruning.test_semi_structured import use_no_kernel
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*(directory .* not empty|does not have many workers|number of training batches|treespec)",
@@ -52,6 +53,7 @@ def dense():
 
 
 MODULES = {
+    "SemiStructuredSparsity": lambda: Tiny(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))),
     "ExpertLoadMonitor": lambda: Tiny(MixtureOfExperts(6, 4, 3)),
     "ExpertLosses": lambda: Tiny(MixtureOfExperts(6, 4, 3)),
     "RBMMonitor": lambda: Tiny(RBM(6, 4), chains=True),
@@ -65,6 +67,7 @@ ARGUMENTS = {
     "Pruning": {"sparsity": 0.5, "end": 3},
     "Quantization": {"mode": "dynamic", "backend": "torchao", "seconds": 0.01},
 }
+OPTIONS = {"SemiStructuredSparsity": {"precision": "bf16-mixed"}}
 NAMES = [name for name in callbacks.__all__ if name not in ("PredictionWriter", "DDPSettings")]  # for predict, or ranks
 SLOW = {
     "CompressionReport",
@@ -78,7 +81,8 @@ SLOW = {
 def made(name, **options):
     torch.manual_seed(0)
     trainer = L.Trainer(
-        **{"max_epochs": 2, "logger": False, "enable_checkpointing": False} | options, accelerator="cpu", devices=1,
+        **{"max_epochs": 2, "logger": False, "enable_checkpointing": False} | options,
+        **OPTIONS.get(name, {}), accelerator="cpu", devices=1,
         enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1,
         callbacks=[getattr(callbacks, name)(**ARGUMENTS.get(name, {}))],
     )  # fmt: skip
@@ -104,7 +108,8 @@ def fit_twice_with_the_same_objects(name):
     trainer.fit(module, *loaders())
     again = L.Trainer(
         accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[one for one in trainer.callbacks if type(one).__name__ == name],
+        enable_model_summary=False, **OPTIONS.get(name, {}),
+        callbacks=[one for one in trainer.callbacks if type(one).__name__ == name],
     )  # fmt: skip
     again.fit(module, *loaders())
     assert again.global_step == 6
@@ -159,5 +164,7 @@ def marks(name, start):
     ],
 )
 @pytest.mark.usefixtures("run_folder")
-def test_a_callback_serves(name, start):
+def test_a_callback_serves(name, start, monkeypatch):
+    if name == "SemiStructuredSparsity":
+        use_no_kernel(monkeypatch, multiple=2)
     start(name)

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -80,9 +81,14 @@ class Keep(torch.autograd.Function):
 
 @pytest.fixture
 def kernel(monkeypatch):
+    use_no_kernel(monkeypatch)
+
+
+def use_no_kernel(monkeypatch, multiple=4):
+    """Have layers take part whose sizes are multiples of a number, on a CPU."""
     monkeypatch.setattr(semi_structured, "sparsify", Keep.apply)
     monkeypatch.setattr(semi_structured, "why_not_semi_structured", lambda device: "")
-    monkeypatch.setattr(semi_structured, "_MULTIPLE", 4)
+    monkeypatch.setattr(semi_structured, "_MULTIPLE", multiple)
 
 
 def is_sparse(weight):
@@ -238,20 +244,28 @@ def test_layers_with_weights_of_their_own_that_train_take_part(kernel):
 
 
 @pytest.mark.parametrize(
-    ("callbacks", "options", "error", "message"),
+    ("callbacks", "options", "message"),
     [
-        ([], {"precision": "32-true"}, ValueError, "16 bits, bf16-mixed or .*; got precision='32-true'"),
-        ([Pruning(0.5)], {}, ValueError, "SemiStructuredSparsity and Pruning would each"),
-        ([Quantization(mode="qat")], {}, ValueError, "SemiStructuredSparsity and Quantization would each"),
-        ([EMAWeightAveraging()], {}, ValueError, "SemiStructuredSparsity and WeightAveraging would each"),
-        ([], {"strategy": FullyShardedStrategy()}, TypeError, "a single device or DDP.*; got FullyShardedStrategy"),
+        ([], {"precision": "32-true"}, "16 bits, bf16-mixed or .*; got precision='32-true'"),
+        ([Pruning(0.5)], {}, "SemiStructuredSparsity and Pruning would each"),
+        ([Quantization(mode="qat")], {}, "SemiStructuredSparsity and Quantization would each"),
+        ([EMAWeightAveraging()], {}, "SemiStructuredSparsity and WeightAveraging would each"),
     ],
 )
-def test_what_cannot_work_is_refused_before_training(kernel, callbacks, options, error, message):
+def test_what_cannot_work_is_refused_before_training(kernel, callbacks, options, message):
     model = net()
-    with pytest.raises(error, match=message):
+    with pytest.raises(ValueError, match=message):
         fit(model, SemiStructuredSparsity(), *callbacks, **options)
     assert not model.losses
+
+
+def test_sharded_weights_are_refused(kernel):
+    class Sharded(FullyShardedStrategy):
+        root_device = torch.device("cpu")
+
+    trainer = SimpleNamespace(strategy=object.__new__(Sharded))
+    with pytest.raises(TypeError, match=r"a single device or DDP.*; got Sharded"):
+        SemiStructuredSparsity().on_fit_start(trainer, net())
 
 
 def test_exclude_names_something_and_leaves_something(kernel):
