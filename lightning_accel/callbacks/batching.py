@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_accel._private.torch import makes_own_iterators
 from lightning_accel.callbacks.ddp_settings import is_ddp
+from lightning_accel.callbacks.distillation.callback import Distillation
+from lightning_accel.callbacks.expert_losses import ExpertLosses
 from lightning_accel.callbacks.length_buckets import length_buckets, why_not_bucketed
 from lightning_accel.callbacks.padding import (
     Padding,
@@ -24,7 +26,7 @@ from lightning_accel.callbacks.padding import (
     why_not_padded,
 )
 from lightning_accel.callbacks.speedups import loaders_of
-from lightning_accel.callbacks.trainer_callbacks import require_own_steps
+from lightning_accel.callbacks.trainer_callbacks import callbacks_of, require_own_steps
 from lightning_accel.data.samplers import ResumableLoader
 from lightning_accel.ops.names import require_one_of
 
@@ -60,10 +62,13 @@ class Batching(L.Callback):
             of 0 and 1 in a tuple. Packed batches are of transformers' kind, with ``input_ids``, ``labels`` of each
             token and a loss that is a mean over tokens; they get ``position_ids`` and, for encoders, a mask of (R, 1,
             P, P). Before a batch with padding is trained on that has a longer sample than all before, a training step
-            in eval mode shows that its loss and gradients are as with padding (under sharded strategies, its loss).
+            in eval mode shows that its loss and gradients are as with padding (under sharded strategies, its loss);
+            what the step itself counts in attributes of the module, it counts there, too. Rows of packed batches are
+            what Lightning weighs logged values of epochs by, unless ``self.log`` gets a ``batch_size``.
 
     Raises:
-        ValueError: if the factor is less than 1, or ``padding`` is another word.
+        ValueError: if the factor is less than 1, or ``padding`` is another word; before training, with ``padding``
+            beside :class:`Distillation` or :class:`ExpertLosses`, whose losses count it.
         TypeError: before training, if the loader is not a DataLoader of a map-style data set whose batch sampler has a
             ``batch_size``, or if an optimizer has no rule for the factor; with ``length_bucketed``, if the loader does
             not shuffle and pad samples of several lengths; with ``padding``, before the first step, if batches have no
@@ -95,6 +100,12 @@ class Batching(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.padding is not None:
             require_own_steps(trainer, pl_module, self._name, "take padding out in your collate function")
+            for kind in (Distillation, ExpertLosses):
+                if callbacks_of(trainer, kind):
+                    raise ValueError(
+                        f"{self._name} and {kind.__name__}, whose loss counts padding: it would be another one without "
+                        "padding; take one of the two callbacks out"
+                    )
             self._take_padding_out(trainer, pl_module, self.padding)
         if not self._changes_loaders:
             return
@@ -171,7 +182,8 @@ class Batching(L.Callback):
                 except ValueError as error:
                     raise TypeError(
                         f"{self._name} would train {type(module).__name__} otherwise than with padding: {error}. "
-                        "Take padding out"
+                        "Padding has to be behind the tokens, with labels of -100, and the model has to use the mask; "
+                        f"or take the argument padding={padding!r} out"
                     ) from error
                 changes, longest = {name: changes[name]}, length
             if longest:
@@ -188,8 +200,12 @@ class Batching(L.Callback):
 
     @property
     def _name(self) -> str:
-        given = f"batch_size_factor={self.batch_size_factor}, length_bucketed={self.length_bucketed}"
-        return f"Batching({given}, padding={self.padding!r})"
+        given = {
+            "batch_size_factor": self.batch_size_factor if self.batch_size_factor > 1 else None,
+            "length_bucketed": self.length_bucketed or None,
+            "padding": self.padding,
+        }
+        return f"Batching({', '.join(f'{name}={value!r}' for name, value in given.items() if value is not None)})"
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 
 from lightning_accel.callbacks.monitors.expert_load import update_gates
-from lightning_accel.callbacks.trainer_callbacks import require_own_steps
+from lightning_accel.callbacks.trainer_callbacks import callbacks_of, require_own_steps
 from lightning_accel.nn import ExpertLoad, GateReport, MixtureOfExperts
 
 
@@ -29,11 +29,11 @@ class ExpertLosses(L.Callback):
     Raises:
         ValueError: if a weight is negative.
         TypeError: before training, if there is no mixture, the module adds the losses itself or optimizes by hand, or
-            a pipeline runs its layers; in the first step, if it returns no loss.
+            a pipeline runs its layers; in the first step, if it returns something without a loss.
     """
 
     def __init__(self, balance_weight: float = 0.01, z_weight: float = 0.001) -> None:
-        if min(balance_weight, z_weight) < 0:
+        if not (balance_weight >= 0 and z_weight >= 0):  # NaN, too
             raise ValueError(f"weights must be at least 0; got balance_weight={balance_weight}, z_weight={z_weight}")
         self.balance_weight = balance_weight
         self.z_weight = z_weight
@@ -50,6 +50,8 @@ class ExpertLosses(L.Callback):
                 f"ExpertLosses found no MixtureOfExperts in {name}; put some in by lightning_accel.nn.replace_mlps_, "
                 "or take the callback out"
             )
+        if len(callbacks_of(trainer, ExpertLosses)) > 1:
+            raise TypeError("the Trainer has several ExpertLosses, and takes one; take the others out")
         if isinstance(getattr(pl_module, "expert_load", None), ExpertLoad):
             raise TypeError(f"{name} adds the losses of its gates itself; take ExpertLosses out")
         self._restore(pl_module)

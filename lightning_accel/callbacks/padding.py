@@ -40,9 +40,11 @@ def why_not_padded(batch: Any, padding: Padding) -> str:
     if not isinstance(batch, Mapping) or "input_ids" not in batch:
         return "batches are no mappings with input_ids"
     shape = batch[key].shape
-    if getattr(batch.get("labels"), "shape", None) != shape:
+    if "labels" not in batch:
+        return "batches have no labels, of which packing needs one for each token"
+    if getattr(batch["labels"], "shape", None) != shape:
         return "labels are not those of tokens: each sample has to be in a row of its own"
-    others = [name for name, value in batch.items() if isinstance(value, Tensor) and value.shape != shape]
+    others = [name for name, value in batch.items() if not isinstance(value, Tensor) or value.shape != shape]
     return f"{', '.join(others)} would have to be packed as well, and has no number for each token" if others else ""
 
 

@@ -344,7 +344,7 @@ def keep_freed_memory() -> None:
 
 def _how_to_start_with(allocator: AllocatorName) -> str:
     if reason := why_no_allocator(allocator):
-        return f"allocator={allocator!r} has no effect: {reason}"
+        return f"allocator={allocator!r} has no effect: {reason}; install it, or take the argument out"
     variables = " ".join(f"{name}={value}" for name, value in variables_for(allocator).items())
     return f"allocator={allocator!r} has no effect in a process that has begun; start the program with {variables}"
 

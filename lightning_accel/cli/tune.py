@@ -113,7 +113,9 @@ def _tune(own: argparse.Namespace, of_fit: list[str]) -> int:
 
     try:
         require_config_files(of_fit)
-        outcome = tune(of_fit, own.budget, own.output, own.goal, [name for name in own.allow.split(",") if name])
+        outcome = tune(
+            of_fit, own.budget, own.output, own.goal, [name.strip() for name in own.allow.split(",") if name.strip()]
+        )
     except (ModuleNotFoundError, OSError, TrialError, UsageError, ValueError) as error:
         print(f"lightning-accel tune: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UnusableRunError | UsageError | ValueError) else 1

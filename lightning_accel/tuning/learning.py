@@ -1,6 +1,7 @@
 """Changes of batches, most of which are tried only where they are allowed by name."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, get_args
 
 import lightning as L
@@ -24,9 +25,14 @@ def require_known(allow: Sequence[str]) -> None:
     Raises:
         ValueError: if one is unknown.
     """
-    if isinstance(allow, str) or (unknown := [name for name in allow if name not in ALLOWABLE]):
-        found = repr(allow) if isinstance(allow, str) else ", ".join(unknown)
-        raise ValueError(f"allow takes a sequence of names among {', '.join(ALLOWABLE)}; got {found}")
+    if isinstance(allow, str) or not isinstance(allow, Sequence):
+        raise ValueError(
+            f"allow takes a list of names, such as ['packed'], among {', '.join(ALLOWABLE)}; got {allow!r}"
+        )
+    for name in allow:
+        if name not in ALLOWABLE:
+            near = "".join(f"; did you mean {one!r}?" for one in get_close_matches(str(name), ALLOWABLE, n=1))
+            raise ValueError(f"allow takes names among {', '.join(ALLOWABLE)}; got {name!r}{near}")
 
 
 def learning_changes_for(facts: Mapping[str, Any], allow: Sequence[str]) -> Iterator[Factor | Refusal]:

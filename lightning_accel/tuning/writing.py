@@ -158,7 +158,7 @@ def why_nothing(outcome: Outcome) -> str:
         return f"nothing was found that {aim} by more than the interval"
     return (
         f"nothing was shown within the budget that {aim}: of the measurements, {outcome.num_cut} were left out or cut "
-        "short; the same command with a longer budget goes on from there"
+        "short; the same command with a longer budget (10m suffices for most runs) goes on from there"
     )
 
 

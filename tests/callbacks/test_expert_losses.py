@@ -146,6 +146,10 @@ def test_rejects_modules_that_add_them_themselves_and_negative_weights():
         fit([ExpertLosses()], MoEClassifier, upcycled=False, num_features=6, num_classes=3)
     with pytest.raises(ValueError, match="weights must be at least 0; got balance_weight=-1"):
         ExpertLosses(balance_weight=-1)
+    with pytest.raises(ValueError, match=r"weights must be at least 0; got balance_weight=0.01, z_weight=nan"):
+        ExpertLosses(z_weight=float("nan"))
+    with pytest.raises(TypeError, match="several ExpertLosses, and takes one"):
+        fit([ExpertLosses(), ExpertLosses()])
 
 
 def train(part=slice(None), batch_size=6, **options):

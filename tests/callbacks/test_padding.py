@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, Metric
 
-from lightning_accel.callbacks import Batching, MemorySavings
+from lightning_accel.callbacks import Batching, Distillation, ExpertLosses, MemorySavings
 from lightning_accel.callbacks.padding import (
     FORMS,
     has_padding,
@@ -224,6 +224,12 @@ def test_each_sample_is_in_one_row(form):
             {"collate": lambda samples: collate(samples) | {"weight": torch.ones(len(samples))}},
             "weight would",
         ),
+        ("packed", {"collate": lambda samples: collate(samples) | {"name": ["a"] * len(samples)}}, "name would"),
+        (
+            "packed",
+            {"collate": lambda samples: {k: v for k, v in collate(samples).items() if k != "labels"}},
+            "batches have no labels",
+        ),
     ],
 )
 def test_rejects_what_would_train_otherwise(padding, options, message):
@@ -241,6 +247,15 @@ def test_rejects_what_would_train_otherwise(padding, options, message):
     with pytest.raises(TypeError, match=message):
         fit(padding, make=Watched, **options)
     assert started[0].has_ended
+
+
+@pytest.mark.parametrize("other", [Distillation("initial"), ExpertLosses()])
+def test_losses_of_callbacks_that_count_padding_are_refused(other):
+    module = Module()
+    trainer = L.Trainer(callbacks=[Batching(padding="trimmed"), other], accelerator="cpu", max_epochs=1, **QUIET)
+    with pytest.raises(ValueError, match=rf"Batching\(padding='trimmed'\) and {type(other).__name__}, whose loss"):
+        trainer.fit(module, DataLoader(sequences(8), 4, collate_fn=collate))
+    assert not module.losses
 
 
 def test_rejects_another_word():

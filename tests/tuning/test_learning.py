@@ -125,15 +125,16 @@ def test_speed_is_that_of_samples():
 
 
 def test_unknown_names_end_it_before_anything_starts(command, run_folder):
-    with pytest.raises(ValueError, match=r"among batch_size.*; got batches"):
+    with pytest.raises(ValueError, match=r"among batch_size.*; got 'batches'; did you mean 'batch_size'"):
         tune("run.yaml", allow=("batch_size", "batches"))
-    with pytest.raises(ValueError, match=r"sequence of names among batch_size.*got 'batch_size'"):
-        tune("run.yaml", allow="batch_size")
+    for allow, found in ("batch_size", "'batch_size'"), (None, "None"), (5, "5"):
+        with pytest.raises(ValueError, match=rf"list of names, such as \['packed'\], among batch_size.*got {found}"):
+            tune("run.yaml", allow=allow)
     with pytest.raises(ValueError, match="leave it out with goal='memory'"):
         tune("run.yaml", goal="memory", allow=ALL)
-    done = command("tune", "--model", "Classifier", "--allow", "batch_size,batches")
+    done = command("tune", "--model", "Classifier", "--allow", "batch_size, packed, batches")
     assert done.status == 2
-    assert "got batches" in done.err
+    assert "got 'batches'" in done.err
     assert not list(run_folder.iterdir())
 
 

@@ -65,6 +65,8 @@ def replace_mlps_(
     """
     places, reasons = find_perceptrons(module)
     if not places:
+        if any(isinstance(one, MixtureMLP) for one in module.modules()):
+            raise ValueError(f"the perceptrons of {type(module).__name__} are mixtures of experts already")
         why = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:3])
         raise ValueError(f"{type(module).__name__} has no perceptron to replace{': ' * bool(why)}{why}")
     mixtures: dict[int, MixtureMLP] = {}
@@ -80,8 +82,9 @@ def replace_mlps_(
 def _chosen(places: Sequence[Place], layers: Sequence[int] | None) -> list[Place]:
     if layers is None:
         return list(places)
-    if wrong := [number for number in layers if not 0 <= number < len(places)]:
-        raise ValueError(f"layers must be numbers below {len(places)}, that of perceptrons; got {wrong}")
+    known = range(len(places))
+    if not layers or len({*layers}) < len(layers) or any(number not in known for number in layers):
+        raise ValueError(f"layers must be different numbers below {len(places)}, that of perceptrons; got {layers!r}")
     return [places[number] for number in layers]
 
 

@@ -177,8 +177,12 @@ def test_a_part_of_the_layers_can_be_replaced():
     net = Net("gpt2")
     assert replace_mlps_(net, 4, layers=[0, 2]) == ["blocks.0", "blocks.2"]
     assert [type(one) for one in net.blocks] == [MixtureMLP, Gpt2, MixtureMLP]
-    with pytest.raises(ValueError, match=r"layers must be numbers below 1, that of perceptrons; got \[1\]"):
-        replace_mlps_(net, 4, layers=[1])
+    for layers in [1], [], [0, 0], "0":
+        with pytest.raises(ValueError, match=r"layers must be different numbers below 1, that of perceptrons; got "):
+            replace_mlps_(net, 4, layers=layers)
+    replace_mlps_(net, 4)
+    with pytest.raises(ValueError, match="the perceptrons of Net are mixtures of experts already"):
+        replace_mlps_(net, 4)
 
 
 @pytest.mark.parametrize(("kind", "dropout"), [("gpt2", 0.0), ("gpt2", 0.4), ("t5", 0.0)])
