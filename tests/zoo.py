@@ -216,7 +216,7 @@ class Graphs(L.LightningModule):
         convolutions: dict[str, Callable[[int], nn.Module]] = {
             "gcn": lambda inputs: gnn.GCNConv(inputs, width),
             "gin": lambda inputs: gnn.GINConv(mlp(inputs)),
-            "gat": lambda inputs: gnn.GATConv(inputs, width // 2, heads=2),
+            "gat": lambda inputs: gnn.GATConv(inputs, width // 4, heads=4),
             "gps": lambda inputs: gnn.GPSConv(width, gnn.GINConv(mlp(width)), heads=2),
         }
         self.stem = nn.Linear(4, width) if kind == "gps" else nn.Identity()
@@ -370,7 +370,9 @@ ZOO: dict[str, Model] = {
     "mistral": Model(of_transformers("Mistral", "ForCausalLM", **_GROUPED, sliding_window=8), **_OF_TEXT),
     "qwen3": Model(of_transformers("Qwen3", "ForCausalLM", **_GROUPED, head_dim=4), **_OF_TEXT),
     "olmoe": Model(
-        of_transformers("Olmoe", "ForCausalLM", **_ENCODER, num_experts=4, num_experts_per_tok=2), **_OF_TEXT
+        of_transformers(
+            "Olmoe", "ForCausalLM", **_ENCODER | {"intermediate_size": 40}, num_experts=4, num_experts_per_tok=2
+        ), **_OF_TEXT
     ),
     "t5": Model(
         of_transformers(

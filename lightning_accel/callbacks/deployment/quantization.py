@@ -1,6 +1,7 @@
 """Quantization of the deployed module, after training or with quantization-aware training."""
 
 import math
+import tempfile
 import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -36,6 +37,7 @@ from lightning_accel.compress.quantization.fake_quant import FakeQuantized, atta
 from lightning_accel.compress.quantization.form import CannotConvertError, export
 from lightning_accel.compress.quantization.inputs import noise_share
 from lightning_accel.compress.quantization.layers import find_layers
+from lightning_accel.compress.quantization.onnx import write_float
 from lightning_accel.compress.quantization.quantized import (
     Backend,
     Limit,
@@ -192,6 +194,11 @@ class Quantization(L.Callback):
                 f"{type(pl_module).__name__} has no linear layer or convolution for mode={self.mode!r} to quantize; "
                 "take mode='auto', or 'dynamic' for an LSTM"
             )
+        if self.backend == "torchao" and not any(isinstance(one, nn.Linear) for one in quantized.values()):
+            raise ValueError(
+                f"{type(pl_module).__name__} has no linear layer for backend='torchao' to quantize; take mode='auto' "
+                "and backend='auto'"
+            )
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.monitor is not None and not trainer.enable_validation:
@@ -218,17 +225,18 @@ class Quantization(L.Callback):
                     f"{size} rows, and that fails with {first_line(error)}. Name what takes batches of any number of "
                     "rows and returns tensors by module"
                 ) from error
-        if self.backend == "pt2e":
+        if self.backend in ("pt2e", "onnxruntime"):
             try:
-                export(found.module, [call])
-            except CannotConvertError:
-                try:
-                    export(found.module, [call], strict=True)
-                except CannotConvertError as error:
-                    raise ValueError(
-                        f"Quantization would fail at the end of the run: backend='pt2e' needs a graph of "
-                        f"{type(found.module).__name__}, and {error}. Take backend='auto', or name a part by module"
-                    ) from error
+                if self.backend == "pt2e":
+                    export(found.module, [call])
+                else:
+                    with tempfile.TemporaryDirectory() as folder:
+                        write_float(found.module, [call], Path(folder, "model.onnx"))
+            except CannotConvertError as error:
+                raise ValueError(
+                    f"Quantization would fail at the end of the run: backend={self.backend!r} needs a graph of "
+                    f"{type(found.module).__name__}, and {error}. Take backend='auto', or name a part by module"
+                ) from error
 
     def _check_monitor(self, found: Deployed) -> None:
         if self.monitor is not None and self.monitor not in found.figures:

@@ -1,6 +1,7 @@
 """Pruning of whole channels: held at zero while the sparsity grows, then removed from the module in training."""
 
 import gc
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, cast
@@ -80,6 +81,7 @@ class ChannelStructure:
         self.groups = self._find(trainer, pl_module)
         self._left_out = self.groups.left_out
         self._sizes = {layer.name: len(layer) for layer in self.groups.layers}
+        self._multiples = {layer.name: math.lcm(self.round_to, layer.multiple) for layer in self.groups.layers}
         self._weights = {name: sum(one.numel() for one in _own_parameters(pl_module, name)) for name in self._sizes}
         if not self.groups.layers:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self._left_out.items())
@@ -95,18 +97,19 @@ class ChannelStructure:
 
     def _require_effect(self) -> None:
         any_scores = {name: torch.arange(size, dtype=torch.float64) for name, size in self._sizes.items()}
-        gone = choose_channels(any_scores, self.target, "layer", self.round_to)
+        gone = choose_channels(any_scores, self.target, "layer", self._multiples)
         if self.target and not any(gone.values()):
             raise ValueError(
                 f"round_to={self.round_to} lets no channel go at a target of {self.target}; the layers have "
-                f"{', '.join(map(str, self._sizes.values()))}. Lower it, or raise the target"
+                f"{', '.join(map(str, self._sizes.values()))}, and keep multiples of "
+                f"{', '.join(map(str, self._multiples.values()))}. Lower it, or raise the target"
             )
 
     def prune_to(self, trainer: L.Trainer, pl_module: L.LightningModule, sparsity: float) -> None:
         if self.groups is None:
             return
         scores = score_channels(pl_module, self.groups, self.criterion)
-        chosen = choose_channels(scores, sparsity, self.scope, self.round_to)
+        chosen = choose_channels(scores, sparsity, self.scope, self._multiples)
         self.removed = trainer.strategy.broadcast(chosen)  # processes may round sums differently
         self._update_indices(pl_module)
         self._zero(trainer, with_moments=True)

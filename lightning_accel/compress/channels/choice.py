@@ -42,7 +42,7 @@ def score_channels(
 
 
 def choose_channels(
-    scores: Mapping[str, Tensor], sparsity: float, scope: str = "layer", round_to: int = 1
+    scores: Mapping[str, Tensor], sparsity: float, scope: str = "layer", round_to: int | Mapping[str, int] = 1
 ) -> dict[str, list[int]]:
     """Choose the channels to remove, those with the lowest scores; return their indices by layer name.
 
@@ -51,7 +51,8 @@ def choose_channels(
         sparsity: share in [0, 1) of the channels to remove, of each layer or of all.
         scope: ``layer`` for the same share of each layer, or ``global`` to compare scores, relative to the mean of
             their layer, over all layers.
-        round_to: round the number of channels that a layer keeps up to a multiple of this; 8 or more suits GPUs.
+        round_to: round the number of channels that a layer keeps up to a multiple of this; 8 or more suits GPUs. By
+            layer name if they differ.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -61,7 +62,8 @@ def choose_channels(
     """
     if not 0 <= sparsity < 1:
         raise ValueError(f"sparsity must be in [0, 1); got {sparsity}")
-    if round_to < 1:
+    multiples = dict.fromkeys(scores, round_to) if isinstance(round_to, int) else round_to
+    if min(multiples.values(), default=1) < 1:
         raise ValueError(f"round_to must be at least 1; got {round_to}")
     if scope not in ("layer", "global"):
         raise ValueError(f"scope must be layer or global; got {scope!r}")
@@ -72,7 +74,7 @@ def choose_channels(
     chosen = {}
     for name, one in scores.items():
         left = max(len(one) - gone[name], 1)
-        left = min(-(-left // round_to) * round_to, len(one))
+        left = min(-(-left // multiples[name]) * multiples[name], len(one))
         chosen[name] = sorted(one.argsort(stable=True)[: len(one) - left].tolist())
     return chosen
 

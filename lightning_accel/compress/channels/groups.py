@@ -14,7 +14,7 @@ from lightning_accel._private.torch import tree_leaves, tree_map_only
 from lightning_accel.compress.calls import first_line
 from lightning_accel.compress.channels.plan import ChannelPlan, apply_plan_, make_channel_plan
 from lightning_accel.compress.channels.rules import find_rule
-from lightning_accel.compress.channels.trace import KERNEL, ChannelTrace, Labels
+from lightning_accel.compress.channels.trace import KERNEL, MULTIPLE, ChannelTrace, Labels
 from lightning_accel.compress.uncompiled import uncompile_, uncompiled
 from lightning_accel.ops.names import find_excluded
 
@@ -32,6 +32,7 @@ class ChannelLayer:
     name: str  # of the first module that outputs these channels
     slices: dict[tuple[str, int], Labels]  # by name of a parameter or buffer, and dimension
     made_by: tuple[str, ...]  # parameters that output the channels, in contrast to those that take them as input
+    multiple: int = 1  # of which the number of channels that are left must be one
 
     def __len__(self) -> int:
         return len(next(iter(self.slices.values())))
@@ -60,6 +61,7 @@ class ChannelGroups:
                 f"{prefix}.{layer.name}",
                 {(f"{prefix}.{name}", dim): rows for (name, dim), rows in layer.slices.items()},
                 tuple(f"{prefix}.{name}" for name in layer.made_by),
+                layer.multiple,
             )
             for layer in self.layers
         ]
@@ -180,6 +182,7 @@ def _collect(trace: ChannelTrace, module: nn.Module, exclude: Sequence[str | typ
     consumed = set(np.unique(nodes.roots(contracted)).tolist())
     roots = {place: nodes.roots(own) for place, own in trace.own.items()}
     excluded = _excluded_roots(trace, module, exclude, taken)
+    multiples = set(nodes.roots(np.concatenate([*trace.grouped, nothing])).tolist())
     places: dict[int, dict[tuple[str, int], list[int]]] = {}
     for place, of_place in roots.items():
         for index, root in enumerate(of_place.tolist()):
@@ -199,7 +202,7 @@ def _collect(trace: ChannelTrace, module: nn.Module, exclude: Sequence[str | typ
             continue
         name = _unique_name(made_by[0].rpartition(".")[0], layers)
         rows = {place: np.array([places[root][place] for root in members]) for place, _ in key}
-        layers.append(ChannelLayer(name, rows, made_by))
+        layers.append(ChannelLayer(name, rows, made_by, MULTIPLE if multiples.intersection(members) else 1))
         layer_of.update({root: (name, number) for number, root in enumerate(members)})
     reasons |= dict.fromkeys(excluded, "excluded")
     return ChannelGroups(layers, _left_out(module, roots, makes, layers, reasons), _counters(trace, layer_of))
@@ -286,7 +289,7 @@ class _Trial:
                     parameter.add_(torch.randn_like(parameter) * (parameter.abs().mean() + 0.1), alpha=0.1)
 
     def failure(self, groups: ChannelGroups, layers: Sequence[ChannelLayer]) -> str | None:
-        removed = {layer.name: _sample_channels(len(layer), number) for number, layer in enumerate(layers)}
+        removed = {layer.name: _sample_channels(layer, number) for number, layer in enumerate(layers)}
         whole, small = copy.deepcopy(self.module), copy.deepcopy(self.module)
         zero_channels_(whole, groups, removed)
         try:
@@ -311,10 +314,11 @@ class _Trial:
         return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
-def _sample_channels(count: int, number: int) -> list[int]:
+def _sample_channels(layer: ChannelLayer, number: int) -> list[int]:
     """Draw about half of the channels, with a share that varies by layer."""
-    share = (0.5, 0.3, 0.7)[number % 3]
+    share, count = (0.5, 0.3, 0.7)[number % 3], len(layer)
     gone = max(1, min(count - 1, round(count * share)))
+    gone -= (gone - count) % layer.multiple
     return sorted(torch.randperm(count, generator=torch.Generator().manual_seed(number))[:gone].tolist())
 
 

@@ -65,6 +65,19 @@ def _mm(first: str, second: str) -> "Rule":
     return rule
 
 
+def _grouped_mm(trace: ChannelTrace, given: Given, out: Tensor) -> list[Dims | None]:
+    """Follow a product of the rows of each group with a matrix of its own: (T, I) and (G, I, O), as in experts."""
+    rows, matrices = trace.of(given["self"]), trace.of(given["mat2"])
+    reason = "its groups have a fixed number, and rows of fixed numbers"
+    if given["self"].ndim != 2 or given["mat2"].ndim != 3:
+        trace.pin([given["self"], given["mat2"]], f"{trace.where()} has a grouped product of another form")
+        return [None]
+    trace.pin_dims([rows[0], matrices[0]], reason)
+    trace.contract(given["self"], rows[1], given["mat2"], matrices[1])
+    trace.grouped.extend(nodes for nodes in matrices[1:] if nodes is not None)
+    return [[None, matrices[2]]]
+
+
 def _mv(trace: ChannelTrace, given: Given, out: Tensor) -> list[Dims | None]:
     one, other = trace.of(given["self"]), trace.of(given["vec"])
     trace.contract(given["self"], one[-1], given["vec"], other[0])
@@ -222,6 +235,7 @@ RULES: dict[str, Rule] = {
     "addmm": _mm("mat1", "mat2"),
     "baddbmm": _mm("batch1", "batch2"),
     "mv": _mv,
+    "_grouped_mm": _grouped_mm,
     "convolution": _convolution,
     **dict.fromkeys(("all", "any", "aminmax"), _whole_reduction),
     **dict.fromkeys(

@@ -23,6 +23,7 @@ Dims = list[Labels | None]
 Given = dict[str, Any]  # arguments of an operation, by name
 Rule = Callable[["ChannelTrace", Given, Any], list[Dims | None]]  # returns the dimensions of each result
 KERNEL = "size of a kernel"
+MULTIPLE = 8  # rows of grouped products start at multiples of 16 bytes, in bfloat16 too
 _HEADS = ("num_heads", "n_heads", "n_head", "heads", "nhead", "num_attention_heads", "num_key_value_heads")
 _IGNORED_OPERATIONS = {"_local_scalar_dense", "equal", "promote_types", "is_same_size", "sym_size", "prim::device"}
 
@@ -45,6 +46,7 @@ class ChannelTrace(TorchDispatchMode):
         self.own: dict[tuple[str, int], Labels] = {}  # nodes of parameters and buffers, by name and dimension
         self.contracted: list[Labels] = []  # nodes that a product sums over
         self.taken: list[Labels] = []  # those of them in parameters: the inputs of layers
+        self.grouped: list[Labels] = []  # those with sizes that must be multiples of MULTIPLE
         self.splits: list[tuple[str, str, Labels]] = []  # module, attribute with the number of groups, one node of each
         self._dims = WeakTensorKeyDictionary()
         self._parameter_storages = {one.untyped_storage().data_ptr() for one in module.parameters()}
@@ -236,6 +238,10 @@ class _Nodes:
     def pin(self, nodes: Labels, reason: str) -> None:
         """Exclude ``nodes`` from removal."""
         self._pins.append((nodes.ravel(), reason))
+
+    def is_pinned(self, nodes: Labels) -> bool:
+        pinned = np.unique(self.roots(np.concatenate([one for one, _ in self._pins] or [nodes[:0]])))
+        return bool(np.isin(self.roots(nodes), pinned).all())
 
     def pinned(self) -> dict[int, str]:
         """Return the first reason of each pinned set, by its representative."""

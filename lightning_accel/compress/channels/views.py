@@ -22,16 +22,16 @@ def _view(trace: ChannelTrace, given: Given, out: Tensor) -> list[Dims | None]:
 
 
 def _view_block(trace: ChannelTrace, before: Any, dims: Dims, after: tuple[int, ...]) -> Dims:
-    known = [number for number, nodes in enumerate(dims) if nodes is not None and before[number] > 1]
+    known = {number: nodes for number, nodes in enumerate(dims) if nodes is not None and before[number] > 1}
     if not known:
         trace.pin_dims(dims, "a single channel")
         return [None] * len(after)
-    if len(known) > 1:
+    if len(known) > 1:  # those that stay anyway fold as dimensions without channels
+        known = {number: nodes for number, nodes in known.items() if not trace.nodes.is_pinned(nodes)}
+    if len(known) != 1:
         trace.pin_dims(dims, f"{trace.where()} folds it into another dimension")
         return [None] * len(after)
-    (number,) = known
-    nodes = dims[number]
-    assert nodes is not None
+    ((number, nodes),) = known.items()
     shape = [1] * len(before)
     shape[number] = before[number]
     flat = np.broadcast_to(nodes.reshape(shape), before).reshape(-1)
@@ -235,6 +235,17 @@ def _write_slices(trace: ChannelTrace, given: Given, out: Tensor) -> list[Dims |
     return [_unite_all(trace, [dims, source], skip=dim)]
 
 
+def _scatter(trace: ChannelTrace, given: Given, out: Tensor) -> list[Dims | None]:
+    """Follow additions, or other reductions, of rows of ``src`` to the rows of ``self`` that ``index`` has."""
+    dim = given["dim"] % out.ndim
+    dims, source = list(trace.of(given["self"])), list(trace.of(given["src"]))
+    if any(given["src"].shape[number] != size for number, size in enumerate(out.shape) if number != dim):
+        trace.pin_dims([*dims, *source], f"{trace.where()} puts parts of it where numbers say")
+        return [None]
+    trace.pin_dims([dims[dim], source[dim]], f"{trace.where()} puts parts of it where numbers say")
+    return [_unite_all(trace, [dims, source], skip=dim)]
+
+
 def _gather(trace: ChannelTrace, given: Given, out: Tensor) -> list[Dims | None]:
     dims, dim = trace.of(given["self"]), given["dim"] % out.ndim
     whole = [number != dim and given["self"].shape[number] == size for number, size in enumerate(out.shape)]
@@ -276,4 +287,5 @@ VIEWS: dict[str, Rule] = {
     "index_copy": _write_slices,
     "index_add": _write_slices,
     "gather": _gather,
+    **dict.fromkeys(("scatter_add", "scatter_reduce"), _scatter),
 }  # fmt: skip

@@ -9,7 +9,7 @@ from torch.export import ExportedProgram
 
 from lightning_accel.compress.calls import Inputs, Run
 from lightning_accel.compress.export.structure import Structure, Unflat, bind, named_tensors, restore
-from lightning_accel.nn.moe.layer import Experts
+from lightning_accel.compress.tracing import make_experts_dense_
 
 
 class FromTensors(nn.Module):
@@ -24,8 +24,8 @@ class FromTensors(nn.Module):
         self.postprocess = copy.deepcopy(postprocess)
         for one in self.modules():
             one.training = False  # programs of torch.export reject eval()
-            if dense and isinstance(one, Experts):
-                one.backend = "dense"  # uses only operators of all runtimes
+        if dense:
+            make_experts_dense_(self)
         self.signature = module.forward
         self.example: Inputs = (), {}
         self.arguments: dict[str, Any] = {}

@@ -4,11 +4,12 @@ Shapes of the operators: S steps, B sequences, I inputs, H hidden, G gates.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.export import Dim
+from torch.export import Dim, ExportedProgram
 
 import lightning_accel.ops  # noqa: F401  # its operators
 from lightning_accel.compress.calls import Inputs
@@ -17,6 +18,27 @@ from lightning_accel.compress.export.structure import named_tensors, restore, te
 
 # The indices in torch of the gates in the order of ONNX: input, output, forget, cell; update, reset, hidden.
 _GATES = {"rnn": (0,), "gru": (1, 0, 2), "lstm": (0, 3, 1, 2)}
+
+
+def to_onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str] | None = None) -> Any:
+    """Return the ``torch.onnx.ONNXProgram`` of a program, with the names of its inputs and outputs."""
+    from onnx_ir.passes import PassError
+
+    write = partial(
+        torch.onnx.export,
+        program,
+        dynamo=True,
+        custom_translation_table=translations(),
+        input_names=inputs,
+        output_names=outputs,
+        verbose=False,
+    )
+    try:
+        made = write()
+    except PassError:  # onnxscript folds no split into single slices, and fails at one; runtimes optimize themselves
+        made = write(optimize=False)
+    assert made is not None
+    return made
 
 
 def add_processing(content: bytes, flat: FromTensors, calls: Sequence[Inputs]) -> tuple[Any, dict[str, Any]]:

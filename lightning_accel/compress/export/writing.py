@@ -20,7 +20,7 @@ from lightning_accel.compress.calls import Inputs, Run, first_line, first_sample
 from lightning_accel.compress.export.archive import METADATA
 from lightning_accel.compress.export.flat import FromTensors, outputs_of
 from lightning_accel.compress.export.loading import FORMAT_VERSION, load_compressed
-from lightning_accel.compress.export.onnx import add_processing, translations
+from lightning_accel.compress.export.onnx import add_processing, to_onnx
 from lightning_accel.compress.export.structure import (
     bind,
     describe,
@@ -32,6 +32,7 @@ from lightning_accel.compress.export.structure import (
 )
 from lightning_accel.compress.quantization.form import Form
 from lightning_accel.compress.quiet import suppress_output
+from lightning_accel.compress.tracing import trace
 from lightning_accel.ops.extras import require_module
 from lightning_accel.ops.names import list_of_names, require_one_of
 from lightning_accel.strategies.checkpoints.atomic import replace_atomically
@@ -120,16 +121,16 @@ def export(
     _require_calls(inputs)
     if quantized is not None and quantized.program is None and format != "onnx":
         raise ValueError(f"what was quantized is an ONNX file; format={format!r} cannot hold it. Take format='onnx'")
-    trace = partial(_trace_call, module, inputs, format, dynamic, preprocess, postprocess, quantized)
+    traced_with = partial(_trace_call, module, inputs, format, dynamic, preprocess, postprocess, quantized)
     names = None if class_names is None else [str(name) for name in list_of_names(class_names)]
     about = {"module": type(module).__name__, "class_names": names, "metadata": dict(metadata or {})}
-    traced = trace()
+    traced = traced_with()
     try:
         return _write_verified(traced, path, format, about, quantized)
     except ExportError:
         if not traced.free_length:
             raise
-    return _write_verified(trace(free_length=False), path, format, about, quantized)  # the format may not have it
+    return _write_verified(traced_with(free_length=False), path, format, about, quantized)  # the format may not have it
 
 
 @torch.no_grad()
@@ -159,7 +160,7 @@ def try_export(
     if format == "onnx":
         names = [one["name"] for one in specs]
         with _failures_explained(f"{type(module).__name__} cannot be written as onnx"):
-            _to_onnx(traced.program, names, traced.flat.kept)
+            to_onnx(traced.program, names, traced.flat.kept)
     return specs
 
 
@@ -346,7 +347,7 @@ def _trace(
     tensors = tuple(flat.tensors_of(example).values())
     try:
         with suppress_output():
-            return torch.export.export(flat, tensors, dynamic_shapes=None if shapes is None else (tuple(shapes),))
+            return trace(flat, tensors, None if shapes is None else (tuple(shapes),))
     except Exception as error:
         raise ExportError(f"{name} cannot be exported as {format}: {_explain(error)}") from error
 
@@ -429,7 +430,7 @@ def _write(traced: _Traced, about: dict[str, Any], format: str, path: Path, cont
         entry.key, entry.value = METADATA, json.dumps(about | names)
         path.write_bytes(model.SerializeToString())
     elif format == "onnx":
-        made = _to_onnx(program, [one["name"] for one in about["inputs"]], about["output_names"])
+        made = to_onnx(program, [one["name"] for one in about["inputs"]], about["output_names"])
         made.model.metadata_props[METADATA] = json.dumps(about)
         made.save(path)
     else:
@@ -445,19 +446,6 @@ def _failures_explained(failed: str) -> Iterator[None]:
             yield
     except Exception as error:
         raise ExportError(f"{failed}: {first_line(_innermost(error))}") from error
-
-
-def _to_onnx(program: ExportedProgram, inputs: list[str], outputs: list[str]) -> Any:
-    made = torch.onnx.export(
-        program,
-        dynamo=True,
-        custom_translation_table=translations(),
-        input_names=inputs,
-        output_names=outputs,
-        verbose=False,
-    )
-    assert made is not None
-    return made
 
 
 def _verify(written: Path, traced: _Traced, path: Path, is_quantized: bool) -> float:

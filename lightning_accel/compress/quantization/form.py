@@ -14,6 +14,7 @@ from lightning_accel.compress.calls import Inputs, first_line
 from lightning_accel.compress.export.structure import Flat, Structure, describe, named_tensors, tensors_of
 from lightning_accel.compress.quantization.inputs import dynamic_shapes
 from lightning_accel.compress.quiet import suppress_output
+from lightning_accel.compress.tracing import trace
 
 MAX_SIZES = 16
 MAX_NODES = 3000  # of a graph to compile; more would take many minutes
@@ -92,7 +93,7 @@ def compile_flat(flat: Flat, tensors: Sequence[Tensor]) -> Callable[..., Sequenc
     model takes twice as long. Modules that cannot be exported are compiled through dynamo.
     """
     try:
-        graph = torch.export.export(flat, tuple(tensors), strict=False).module()
+        graph = trace(flat, tensors).module()
     except Exception:
         compiled = torch.compile(flat, dynamic=False)
         with frozen_weights():
@@ -108,7 +109,7 @@ def compile_flat(flat: Flat, tensors: Sequence[Tensor]) -> Callable[..., Sequenc
     return run
 
 
-def export(module: nn.Module, inputs: Sequence[Inputs], strict: bool = False) -> ExportedProgram:
+def export(module: nn.Module, inputs: Sequence[Inputs], strict: Sequence[bool] = (False, True)) -> ExportedProgram:
     """Trace ``module`` from tensors to tensors, with dynamic sizes as far as possible.
 
     Raises:
@@ -119,7 +120,7 @@ def export(module: nn.Module, inputs: Sequence[Inputs], strict: bool = False) ->
     for shapes in ((dynamic_shapes(inputs),), (dynamic_shapes(inputs, named=False),), None):
         try:
             with suppress_output(), torch.no_grad():
-                program = torch.export.export(flat, tensors, dynamic_shapes=shapes, strict=strict)
+                program = trace(flat, tensors, shapes, strict)
                 program.example_inputs = None  # the user's data, which a file would include
                 return program
         except Exception as error:

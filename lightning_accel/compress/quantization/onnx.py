@@ -1,6 +1,7 @@
 """Forms of a module for ONNX Runtime on CPUs, in float and int8."""
 
 import copy
+import os
 import tempfile
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,14 +17,14 @@ from torch import Tensor, nn
 from lightning_accel._private.torch import has_vnni
 from lightning_accel.compress.calls import Inputs, first_line
 from lightning_accel.compress.export.loading import onnx_session
-from lightning_accel.compress.export.onnx import translations
+from lightning_accel.compress.export.onnx import to_onnx
 from lightning_accel.compress.export.structure import Flat, Structure, bind, named_tensors, tensors_of
 from lightning_accel.compress.quantization.form import CannotConvertError, Form
 from lightning_accel.compress.quantization.inputs import dynamic_shapes
 from lightning_accel.compress.quantization.layers import Layers
 from lightning_accel.compress.quantization.pt2e import Ranges
 from lightning_accel.compress.quiet import suppress_output
-from lightning_accel.nn.moe.layer import Experts
+from lightning_accel.compress.tracing import make_experts_dense_, trace
 from lightning_accel.nn.recurrent.layer import RecurrentLayer
 from lightning_accel.ops.extras import require_module
 
@@ -192,6 +193,8 @@ def _optimize(source: Path, target: Path) -> None:
     import onnx
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
+    here = os.getcwd()
+    os.chdir(source.parent)  # a failed inference of shapes leaves a file in the working directory
     try:
         quant_pre_process(source, target)
     except Exception:  # symbolic shapes fail at a Range up to a dynamic size, as torch 2.11 writes it
@@ -199,14 +202,14 @@ def _optimize(source: Path, target: Path) -> None:
         del model.graph.value_info[:]  # they contradict the shapes inferred without them
         onnx.save(model, source)
         quant_pre_process(source, target, skip_symbolic_shape=True)
+    finally:
+        os.chdir(here)
 
 
 def write_float(module: nn.Module, inputs: Sequence[Inputs], path: Path) -> Structure:
     """Write ``module`` as ONNX; names of inputs end in ``__`` and the index of the tensor in a call."""
     module = copy.deepcopy(module)
-    for one in module.modules():
-        if isinstance(one, Experts):
-            one.backend = "dense"  # uses only operators of ONNX
+    make_experts_dense_(module)
     structure = Structure.of(module, inputs[0])
     flat, tensors = Flat(module, structure), tuple(tensors_of(inputs[0]))
     arguments = named_tensors(bind(module.forward, *inputs[0]), others=[])
@@ -214,21 +217,13 @@ def write_float(module: nn.Module, inputs: Sequence[Inputs], path: Path) -> Stru
     dims = tuple(dict.fromkeys(one, torch.export.Dim.DYNAMIC) for one in dynamic_shapes(inputs))
     for shapes in ((dims,), None):
         try:
-            with torch.no_grad():
-                exported = torch.export.export(flat, tensors, dynamic_shapes=shapes)
-                program = torch.onnx.export(
-                    exported,
-                    dynamo=True,
-                    input_names=names,
-                    custom_translation_table=translations(),
-                    verbose=False,
-                )
+            with torch.no_grad(), suppress_output():
+                program = to_onnx(trace(flat, tensors, shapes), names)
             break
         except Exception as error:
             failure = error
     else:
         raise CannotConvertError(f"torch.onnx cannot export it: {first_line(failure)}") from failure
-    assert program is not None
     program.save(path)
     return structure
 

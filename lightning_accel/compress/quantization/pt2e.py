@@ -117,7 +117,7 @@ def _prepare(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Any
         failure: Exception = CannotConvertError("no layer of its graph was found to be one that can be quantized")
         for strict in (False, True):
             try:
-                graph = export(copy.deepcopy(module), inputs, strict).module()
+                graph = export(copy.deepcopy(module), inputs, [strict]).module()
                 prepared = prepare_pt2e(graph, _quantizer(layers.quantized))
             except Exception as error:
                 failure = error

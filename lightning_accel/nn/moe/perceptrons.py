@@ -16,7 +16,7 @@ from lightning_accel.ops.expert_mlp import ACTIVATIONS, Activation
 
 _GATES = "gate_proj", "wi_0", "w1"  # names of layers whose outputs go through the activation, beside one more
 # in layers of which a perceptron is a part: the names of its first and second linear layer
-_PAIRS = ("fc1", "fc2"), ("linear1", "linear2"), ("lin1", "lin2")
+_PAIRS = ("fc1", "fc2"), ("linear1", "linear2"), ("lin1", "lin2"), ("pwconv1", "pwconv2")
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def find_perceptrons(module: nn.Module) -> tuple[list[Place], dict[str, str]]:
     """Return the perceptrons inside a network in order, and by the names of others why mixtures do not replace them.
 
     Found are modules that are perceptrons, whatever their class; pairs of ``intermediate`` and ``output``, as in BERT;
-    and pairs of layers beside an attention, as in Whisper. Each was run on random features: it computes what its
+    and pairs of layers beside others, as in Whisper and ConvNeXt. Each was run on random features: it computes what its
     weights say.
     """
     found: list[Place] = []
@@ -157,6 +157,9 @@ def _parts_of(name: str, layer: nn.Module) -> Iterator[Place | str]:
             if isinstance(layer, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
                 yield "torch's own transformer layers read the weights of their perceptrons"
                 continue
+            if other := _between(layer, first_name, last_name):
+                yield f"{other} stands between its layers"
+                continue
             act_name = next((one for one, _ in layer.named_children() if one.startswith("act")), None)
             if act_name is None:
                 yield "its activation is no module, in whose place nothing could be"
@@ -168,6 +171,13 @@ def _parts_of(name: str, layer: nn.Module) -> Iterator[Place | str]:
             yield Place(name, perceptron, run, f"{name}.{first_name}", emptied, pair[0])
     except _UnknownActivationError as error:
         yield str(error)
+
+
+def _between(layer: nn.Module, first: str, last: str) -> str | None:
+    """Return the name of a child with parameters that stands between two others, in the order of their definition."""
+    names = [name for name, _ in layer.named_children()]
+    inner = names[names.index(first) + 1 : names.index(last)]
+    return next((name for name in inner if any(True for _ in layer.get_submodule(name).parameters())), None)
 
 
 def _chain(*modules: nn.Module) -> Callable[[Tensor], Tensor]:

@@ -68,7 +68,10 @@ def replace_mlps_(
         if any(isinstance(one, MixtureMLP) for one in module.modules()):
             raise ValueError(f"the perceptrons of {type(module).__name__} are mixtures of experts already")
         why = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:3])
-        raise ValueError(f"{type(module).__name__} has no perceptron to replace{': ' * bool(why)}{why}")
+        raise ValueError(
+            f"{type(module).__name__} has no perceptron to replace, two linear layers with an activation between that "
+            f"keep the width of their input{': ' * bool(why)}{why}. Put MixtureOfExperts into the network's own code"
+        )
     mixtures: dict[int, MixtureMLP] = {}
     for place in _chosen(places, layers):
         if id(place.module) not in mixtures:

@@ -145,6 +145,8 @@ def test_what_forms_cannot_be_made_of_is_refused_before_training(tmp_path, conve
     for options, message in [
         ({"monitor": "val/acuracy"}, "monitors 'val/acuracy', which is not logged; did you mean 'val/accuracy'"),
         ({"backend": "pt2e"}, r"the end of the run: backend='pt2e' needs a graph of Chosen, and torch\.export cannot"),
+        ({"backend": "onnxruntime"}, r"run: backend='onnxruntime' needs a graph of Chosen, and torch\.onnx cannot"),
+        ({"backend": "torchao", "exclude": ["*"]}, "has no linear layer for backend='torchao' to quantize"),
     ]:
         module, rows = Chooses(), DataLoader(ROWS, 8)
         trainer = L.Trainer(

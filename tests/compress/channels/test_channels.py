@@ -43,6 +43,49 @@ class Conv1D(nn.Module):
         return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.size()[:-1], self.nf)
 
 
+class Propagates(nn.Module):
+    """Add the features of neighbours, of all heads as in the attention of GAT, or as in GCN."""
+
+    def __init__(self, heads, reduce):
+        super().__init__()
+        self.heads, self.reduce = heads, reduce
+        self.first, self.second = nn.Linear(3, 12), nn.Linear(12, 4)
+        self.scores = nn.Parameter(torch.randn(1, heads, 12 // heads))
+
+    def forward(self, x):
+        x, index = x.flatten(0, 1), torch.arange(10) % 4  # node i is a neighbour of node i modulo 4
+        x = self.first(x)
+        if self.heads > 1:
+            x = x.view(-1, self.heads, 12 // 4)
+            weight = (x * self.scores).sum(-1).sigmoid().unsqueeze(-1)
+            x = x * weight
+        index = index.view(-1, *[1] * (x.ndim - 1)).expand_as(x)
+        out = x.new_zeros(4, *x.shape[1:])
+        out = out.scatter_add_(0, index, x) if self.reduce == "sum" else out.scatter_reduce_(0, index, x, self.reduce)
+        return self.second(out.view(4, -1).relu())
+
+
+class FusedExperts(nn.Module):
+    """Have the matrices of all experts in one parameter, gates and first layers too, as transformers has."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Parameter(torch.randn(2, 64, 8)), nn.Parameter(torch.randn(2, 8, 32))
+
+    def forward(self, x):
+        x, offs = x.flatten(0, 1), torch.tensor([7, 10], dtype=torch.int32)
+        if x.dtype == torch.float64:  # which grouped products do not take
+            inside = [part @ matrix.T for part, matrix in zip(x.split([7, 3]), self.gate_up_proj, strict=True)]
+        else:
+            inside = [torch._grouped_mm(x, self.gate_up_proj.mT, offs=offs)]
+        gate, up = torch.cat(inside).chunk(2, dim=-1)
+        hidden = nn.functional.silu(gate) * up
+        if x.dtype == torch.float64:
+            parts = zip(hidden.split([7, 3]), self.down_proj, strict=True)
+            return torch.cat([part @ matrix.T for part, matrix in parts])
+        return torch._grouped_mm(hidden, self.down_proj.mT, offs=offs)
+
+
 # module, input, channels of each layer in the order in which they are found
 CASES = {
     "mlp": (lambda: Classifier(216, hidden_dims=[16, 9]), IMAGES, [16, 9]),
@@ -74,6 +117,10 @@ CASES = {
     "linear layers of transformers": (lambda: nn.Sequential(Conv1D(216, 9), nn.ReLU(), Conv1D(9, 4)), FLAT, [9]),
     "attention, packed": (lambda: Attention(12, 2, packed=True), TOKENS, [2]),
     "block": (lambda: TransformerBlock(12, 3, FeedForward(12, 16)), TOKENS, [3, 16]),
+    "graph, sum": (lambda: Propagates(1, "sum"), STEPS, [12]),
+    "graph, largest": (lambda: Propagates(1, "amax"), STEPS, [12]),
+    "graph, heads": (lambda: Propagates(4, "sum"), STEPS, [4]),
+    "grouped products": (FusedExperts, torch.randn(2, 5, 8), [32]),
     "experts": (lambda: TransformerBlock(12, 3, MixtureOfExperts(12, 16, 4, gated=True)), TOKENS, [3, 16]),
 }
 
@@ -103,6 +150,16 @@ def test_a_smaller_module_computes_what_the_whole_does_with_channels_at_zero(nam
     zero_channels_(module, groups, removed)
     x = x.double()
     torch.testing.assert_close(first(small(x)), first(module(x)), rtol=1e-9, atol=1e-9)
+
+
+def test_grouped_products_keep_multiples_of_16_bytes():
+    module, x = FusedExperts(), torch.randn(2, 5, 8)
+    groups = find_channel_groups(module, (x,))
+    assert [layer.multiple for layer in groups.prefixed("inner").layers] == [8]
+    chosen = choose_channels({"": torch.arange(32.0)}, 0.6, round_to={layer.name: 8 for layer in groups.layers})
+    assert len(chosen[""]) == 16
+    apply_plan_(module, groups.plan(module, chosen))
+    module.bfloat16()(x.bfloat16())
 
 
 def test_neither_the_module_nor_the_generator_is_changed():

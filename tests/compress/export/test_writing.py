@@ -243,6 +243,29 @@ def test_unrolled_loops_and_values_are_refused_with_a_way_out(tmp_path):
         export(graphs.eval(), [call], tmp_path / "m.pt2")
 
 
+@pytest.mark.parametrize(("format", "name"), FORMATS)
+def test_a_number_of_rows_that_a_call_makes_plain_stays_free(format, name, tmp_path):
+    class Ranks(nn.Module):
+        def forward(self, x):
+            return x + torch.arange(len(x)).unsqueeze(1)
+
+    written = export(Ranks().eval(), [((torch.randn(4, 5),), {})], tmp_path / name, format)
+    x = torch.randn(7, 5)
+    torch.testing.assert_close(load_compressed(written.path)(x), Ranks()(x))
+
+
+def test_halves_of_any_length_are_written_as_onnx(tmp_path):
+    class Halves(nn.Module):
+        def forward(self, x):
+            first, second = x.chunk(2, dim=1)
+            return first - second
+
+    calls = [((torch.randn(4, length),), {}) for length in (6, 8)]
+    written = export(Halves().eval(), calls, tmp_path / "m.onnx", "onnx")
+    x = torch.randn(3, 10)
+    torch.testing.assert_close(load_compressed(written.path)(x), Halves()(x))
+
+
 def test_what_is_no_tensor_is_refused_by_name(tmp_path):
     class Own(nn.Module):
         def forward(self, graph):

@@ -112,6 +112,19 @@ class Whisper(nn.Module):
         return x + self.fc2(self.activation_fn(self.fc1(x)))
 
 
+class ConvNext(nn.Module):
+    """Have its perceptron beside a convolution, and what ``between`` makes of its hidden features."""
+
+    def __init__(self, between=None):
+        super().__init__()
+        self.dwconv, self.pwconv1, self.act = nn.Conv1d(D, D, 3, padding=1, groups=D), nn.Linear(D, H), nn.GELU()
+        self.between = between or nn.Identity()
+        self.pwconv2 = nn.Linear(H, D)
+
+    def forward(self, x):
+        return x + self.pwconv2(self.between(self.act(self.pwconv1(self.dwconv(x.mT).mT))))
+
+
 class Shared(nn.Module):
     def __init__(self):
         super().__init__()
@@ -131,6 +144,7 @@ LAYERS = {
     "swapped": Swapped,
     "bert": Bert,
     "whisper": Whisper,
+    "convnext": ConvNext,
     "shared": Shared,
 }
 
@@ -208,12 +222,16 @@ class Odd(nn.Module):
 @pytest.mark.parametrize(
     ("network", "message"),
     [
-        (nn.Sequential(nn.Linear(D, D)), "Sequential has no perceptron to replace$"),
+        (
+            nn.Sequential(nn.Linear(D, D)),
+            r"Sequential has no perceptron to replace, .* width of their input\. Put MixtureOf",
+        ),
         (nn.Sequential(Odd()), "0: it computes something else than a perceptron of these weights"),
         (
             nn.Sequential(nn.Sequential(nn.Linear(D, H), nn.Tanh(), nn.Linear(H, D))),
             r"0: the activation must be one of gelu, gelu_tanh, quick_gelu, relu, silu; got Tanh\(\)",
         ),
+        (nn.Sequential(ConvNext(nn.LayerNorm(H))), "0: between stands between its layers"),
         (nn.Sequential(nn.TransformerEncoderLayer(D, 2, H)), "0: torch's own transformer layers read the weights"),
     ],
 )

@@ -1,0 +1,49 @@
+"""Tracing of modules by ``torch.export``."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from lightning_accel.nn.moe.layer import Experts
+
+
+def trace(
+    module: nn.Module,
+    tensors: Sequence[Tensor],
+    shapes: tuple[Any, ...] | None = None,
+    strict: Sequence[bool] = (False, True),
+) -> ExportedProgram:
+    """Trace ``module`` by a call, or by its bytecode where that fails.
+
+    In a call, ``len()`` of a tensor and ``int()`` of its values are numbers, those of the traced batch; in bytecode
+    they stay unknown. Losses of transformers and the poolings of PyTorch Geometric use them.
+
+    Args:
+        module: takes tensors and returns a tuple of tensors.
+        tensors: arguments of the call.
+        shapes: dynamic dimensions of each of ``tensors``; None if all sizes are fixed.
+        strict: ways to trace in the order in which they are tried: False is a call, True bytecode.
+
+    Raises:
+        Exception: the first one, if all ways fail.
+    """
+    failure: Exception | None = None
+    for way in strict:
+        try:
+            return torch.export.export(module, tuple(tensors), dynamic_shapes=shapes, strict=way)
+        except Exception as error:
+            failure = failure or error
+    assert failure is not None
+    raise failure
+
+
+def make_experts_dense_(module: nn.Module) -> None:
+    """Compute experts, ours and those of transformers, by operators that every runtime has."""
+    for one in module.modules():
+        if isinstance(one, Experts):
+            one.backend = "dense"
+        elif getattr(getattr(one, "config", None), "_experts_implementation", None) == "grouped_mm":
+            one.set_experts_implementation("batched_mm")  # type: ignore[operator]  # of PreTrainedModel
