@@ -63,7 +63,7 @@ class Quantization(L.Callback):
     :func:`lightning_accel.compress.quantize`), validates each with the module's own ``validation_step``, measures them
     on one sample and on a training batch (on the whole call if its samples cannot be separated, like the nodes of
     graphs), and picks the fastest at the batch. The trained module stays unchanged. The picked form is in
-    ``result``; a report goes to ``figures/`` in the run folder, and :class:`~lightning_accel.callbacks.Export` writes
+    ``result``, and the fastest at each batch size in ``result.picks``; a report goes to ``figures/`` in the run folder, and :class:`~lightning_accel.callbacks.Export` writes
     the file. If no form can be picked, the report and a warning give the reasons, and the module is kept in float.
 
     With ``mode="qat"`` linear layers and convolutions round their weights and inputs to int8 while they train, from
@@ -83,6 +83,8 @@ class Quantization(L.Callback):
             it is within this limit; a form that stays beyond it is not picked.
         module: name of the deployed submodule; by default the one that ``validation_step`` calls.
         begin: begin of ``qat``: optimizer step, or share of the run if a float in [0, 1).
+        batch_size: number of samples at which the fastest is picked, that of the calls to come; at most, and by
+            default, the training batch.
         seconds: measuring time of each form at each batch size; forms too close to call take up to three times as long.
         device: device to run on: ``cpu``, or ``cuda``, which has ``dynamic`` and ``weight_only`` int8, and float8, of
             linear layers, with the rest in bfloat16.
@@ -111,6 +113,7 @@ class Quantization(L.Callback):
         max_drop: float | None = None,
         module: str | None = None,
         begin: int | float = 0.5,
+        batch_size: int | None = None,
         seconds: float = 0.5,
         device: Literal["cpu", "cuda"] = "cpu",
         start: int | float | None = None,
@@ -139,6 +142,8 @@ class Quantization(L.Callback):
             begin = start if isinstance(start, float) else begin
         if begin < 0 or (isinstance(begin, float) and begin >= 1):
             raise ValueError(f"begin must be a share of the run in [0, 1), or an optimizer step as an int; got {begin}")
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1; got {batch_size}")
         if not seconds > 0:
             raise ValueError(f"seconds must be above 0; got {seconds}")
         self.mode = mode
@@ -151,6 +156,7 @@ class Quantization(L.Callback):
         self.module = module
         self.begin = begin
         self._epoch = None if isinstance(start, float) else start
+        self.batch_size = batch_size
         self.seconds = seconds
         self.device = device
         self._file_format: str | None = None
@@ -216,6 +222,11 @@ class Quantization(L.Callback):
     def _check_calls(self, found: Deployed) -> None:
         call = found.inputs[0]
         is_cut = num_samples(smallest_call(found.module, call)) == 1
+        if self.batch_size is not None and (self.batch_size > num_samples(call) or not is_cut):
+            raise ValueError(
+                f"Quantization(batch_size={self.batch_size}) measures that many samples of a training batch, which has "
+                f"{num_samples(call)}{'' if is_cut else ', and cannot be cut'}; lower it, or raise that of the loader"
+            )
         for size in (1, num_samples(call)) if is_cut else (num_samples(call),):
             try:
                 _call_flat(found.module, first_samples(call, size))
@@ -401,11 +412,18 @@ class Quantization(L.Callback):
             self.backend,
             exclude=excluded,
             limit=limit,
+            batch_sizes=self._batch_sizes(deployed.inputs[0]),
             seconds=self.seconds,
             ranges=ranges,
             file_format=self._file_format,
             progress=Progress(rank_zero_info, "quantization"),
         )
+
+    def _batch_sizes(self, call: Inputs) -> list[int] | None:
+        """Return the batch sizes to measure, the one that decides last."""
+        if self.batch_size is None:
+            return None
+        return [size for size in (1, num_samples(call)) if size != self.batch_size] + [self.batch_size]
 
 
 @torch.no_grad()
@@ -456,6 +474,9 @@ def _summary(result: Quantized, mode: str) -> str:
         text += f"; {result.faster_float} is faster here, and mode={mode!r} leaves it out"
     elif result.name.startswith(("fp32", "bf16")):
         text += "; nothing quantized is faster here"
+    for size, form in result.picks.items():
+        if form.name != result.name:
+            text += f"; at batch {size}, {form.name} is faster: result.picks[{size}]"
     if result.left_float:
         text += "; in float: " + "; ".join(f"{name} ({why})" for name, why in result.left_float.items())
     return text

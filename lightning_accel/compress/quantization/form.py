@@ -93,7 +93,7 @@ def compile_flat(flat: Flat, tensors: Sequence[Tensor]) -> Callable[..., Sequenc
     model takes twice as long. Modules that cannot be exported are compiled through dynamo.
     """
     try:
-        graph = trace(flat, tensors).module()
+        graph = trace(flat, tensors, strict=[False]).module()
     except Exception:
         compiled = torch.compile(flat, dynamic=False)
         with frozen_weights():

@@ -81,6 +81,7 @@ class Quantized(Form):
         faster_float: a faster form without quantization, if ``mode`` or ``backend`` excluded it.
         deployed: name of the module within its parent.
         device: device of the module.
+        picks: the form that would be picked if each batch size that was measured decided.
     """
 
     report: Report | None = None
@@ -89,6 +90,7 @@ class Quantized(Form):
     faster_float: str | None = None
     deployed: str = ""
     device: str = "cpu"
+    picks: Mapping[int, Form] = field(default_factory=dict)
 
 
 class NothingPickedError(RuntimeError):
@@ -346,9 +348,16 @@ def _pick(trial: _Trial, wanted: Sequence[str], batch_sizes: Sequence[int] | Non
         progress=trial.progress,
     )
     refused.update({name: row.note for name, row in rows.items() if row.status == "failed"})
-    latencies = {name: list(row.latencies.values())[-1] for name, row in rows.items() if row.latencies}
-    close = ties(latencies, [name for name in candidates if name in latencies and name not in refused])
-    chosen = min(close, key=lambda name: _preference(name, close, made), default=None)
+    picks: dict[int, Form] = {}
+    latencies: dict[str, Latency] = {}
+    close: list[str] = []
+    chosen: str | None = None
+    for size in dict.fromkeys(size for row in rows.values() for size in row.latencies):
+        latencies = {name: row.latencies[size] for name, row in rows.items() if size in row.latencies}
+        close = ties(latencies, [name for name in candidates if name in latencies and name not in refused])
+        chosen = min(close, key=lambda name: _preference(name, close, made), default=None)
+        if chosen is not None:
+            picks[size] = made[chosen]
     report = Report("quantization", _device_of(trial.module))
     for name in [*rows, *(name for name in refused if name not in rows)]:
         row = rows.get(name, Row(name, status="failed"))
@@ -377,6 +386,7 @@ def _pick(trial: _Trial, wanted: Sequence[str], batch_sizes: Sequence[int] | Non
         ties=[name for name in close if name != chosen],
         faster_float=_faster_float(chosen, latencies, refused),
         device=str(report.device),
+        picks=picks,
     )
 
 

@@ -67,8 +67,7 @@ def measure_forms(
         forms: forms by name, which take the inputs of ``module``; by default those of :func:`plain_forms`.
         batches: batch sizes; by default 1 and that of ``inputs``.
         seconds: measurement time per form and batch size.
-        contenders: names of forms of which the fastest at the last batch size is needed: ties among them are measured
-            again, at most twice.
+        contenders: names of forms of which the fastest is needed: ties among them are measured again, at most twice.
         progress: reporter of progress.
 
     Returns:
@@ -90,7 +89,7 @@ def measure_forms(
         progress(f"measures {len(calls)} forms at batch {batch}, {seconds:g} s each")
         stopwatch = Stopwatch(calls)
         stopwatch.run(seconds)
-        for _ in range(MAX_REPEATS if batch == sizes[-1] else 0):
+        for _ in range(MAX_REPEATS):
             close = ties(stopwatch.latencies(), [name for name in contenders if name in calls])
             if len(close) > 1:
                 progress(f"measures {', '.join(close)} again: too close to call")

@@ -14,6 +14,7 @@ from lightning_accel import Classifier, DigitsDataModule, MoEClassifier, Sequenc
 from lightning_accel.callbacks import CompressionReport, Export, Quantization
 from lightning_accel.callbacks.compression_phase import current_phase, in_final_phase
 from lightning_accel.compress import Latency, NothingPickedError, Report, Row
+from lightning_accel.compress.quantization.form import Form
 from lightning_accel.compress.quantization.quantized import Quantized
 from lightning_accel.models import Experts, RecurrentLayers
 from tests.ranks import run_ranks
@@ -409,7 +410,9 @@ def test_what_was_picked_is_told_to_users(tmp_path, monkeypatch, caplog):
     def pick(module, *_, progress, **__):
         progress("form 1 of 1: int8 own")
         left = {"head": "left out by exclude: head"}
-        return Quantized("int8 own", module, left_float=left, report=report, refused={}, ties=["int8 other"])
+        picks = {1: Form("int8 other", module), 8: Form("int8 own", module)}
+        options = {"left_float": left, "refused": {}, "ties": ["int8 other"], "picks": picks}
+        return Quantized("int8 own", module, report=report, **options)
 
     monkeypatch.setattr("lightning_accel.callbacks.deployment.quantization.quantize", pick)
     fit(Plain(), [Quantization("qat", begin=0)], tmp_path)
@@ -419,7 +422,8 @@ def test_what_was_picked_is_told_to_users(tmp_path, monkeypatch, caplog):
     assert (
         "Quantization picked int8 own: 6.00x ±0% at batch 1 and 6.00x ±0% at batch 8 as fast as fp32 eager; "
         "1.20x ±0% at batch 1 and 1.20x ±0% at batch 8 as fast as fp32 runtime; as fast, as far as could be measured: "
-        "int8 other, whose files are not smaller; in float: head (left out by exclude: head)"
+        "int8 other, whose files are not smaller; at batch 1, int8 other is faster: result.picks[1]; "
+        "in float: head (left out by exclude: head)"
     ) in told
 
 
@@ -430,6 +434,7 @@ def test_what_cannot_work_is_refused_before_training(tmp_path):
         ({"max_drop": 0.1}, "max_drop needs monitor"),
         ({"max_drop": -1.0, "monitor": "val/loss"}, "max_drop must be at least 0.*got -1.0"),
         ({"monitor_mode": "best"}, "monitor_mode must be"),
+        ({"batch_size": 0}, "batch_size must be at least 1; got 0"),
         ({"calibrate": 0}, "calibrate must be at least 1 row; got 0"),
         ({"begin": 1.0}, r"begin must be a share.*got 1.0"),
         ({"mode": "qat", "backend": "torchao"}, "mode='qat' is converted by"),
@@ -439,6 +444,7 @@ def test_what_cannot_work_is_refused_before_training(tmp_path):
     for options, match in [
         ({"exclude": ["head"]}, r"exclude has 'head'.*net.0, net.1"),
         ({"module": "head"}, "no submodule 'head'; it has: net"),
+        ({"batch_size": 9}, r"batch_size=9\) measures that many samples of a training batch, which has 8; lower it"),
         ({"mode": "qat", "exclude": ["net"]}, "Plain has no linear layer or convolution for mode='qat'"),
     ]:
         module = Plain()
@@ -478,9 +484,10 @@ def test_onnx_file_of_a_plain_module(tmp_path, caplog, monkeypatch):
     rows = {row.name: row for row in result.report.rows}
     assert set(rows[result.name].latencies) == {1, 8}
     assert "val/accuracy" in rows["fp32 eager"].metrics
-    again = Quantization("dynamic", "onnxruntime", seconds=0.02)
+    again = Quantization("dynamic", "onnxruntime", batch_size=4, seconds=0.02)
     found = again.convert(module, DataLoader(ROWS, 8), DataLoader(ROWS, 16))
     assert found.onnx == result.onnx
+    assert list(found.picks) == [1, 8, 4]
 
 
 @pytest.mark.slow

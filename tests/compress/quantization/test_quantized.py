@@ -352,6 +352,25 @@ def test_the_fastest_form_is_picked(makers):
     assert run(Eager(0.0001).eval()).faster_float == "fp32 eager"
 
 
+def test_each_batch_size_has_a_pick(makers):
+    def by_rows(at_1, at_4):
+        def make(module, inputs, layers, ranges=None):
+            def run(x):
+                CLOCK.now += at_1 if len(x) == 1 else at_4
+                return module.layers(x)
+
+            return Form(f"{at_1} {at_4}", run)
+
+        return make
+
+    makers(few=("float", by_rows(0.001, 0.004)), many=("static", by_rows(0.003, 0.002)))
+    module = Eager().eval()
+    names = {size: form.name for size, form in run(module).picks.items()}
+    assert names == {1: "0.001 0.004", 4: "0.003 0.002"}
+    assert run(module).name == names[4]
+    assert run(module, batch_sizes=[4, 1]).name == names[1]
+
+
 def test_what_is_too_close_to_call_is_a_tie(makers):
     """Of forms as fast as each other the smallest file is picked, of files of like size the simplest form."""
     module = Eager().eval()
