@@ -122,7 +122,7 @@ def vit() -> Task:
     score = partial(multiclass_accuracy, num_classes=10, average="micro")
     return Task(
         lambda: Supervised(ViTForImageClassification(config), "pixel_values", score, 1e-3),
-        *split(images, torch.from_numpy(digits.target)), "max", 0.01, 20,
+        *split(images, torch.from_numpy(digits.target)), "max", 0.01, 10,
     )  # fmt: skip
 
 
@@ -341,7 +341,7 @@ def measure_batch(
             continue
         runs[form] = partial(run, x)
     with torch.no_grad():
-        latencies = measure_latency(runs, 0.5 if quick else 4.0)
+        latencies = measure_latency(runs, 0.5 if quick else 2.0)
     by_hand = [form for form in runs if form not in ("fp32 eager", "picked")]
     best = min(by_hand, key=lambda form: latencies[form].p50_ms)
     for form, latency in latencies.items():

@@ -62,9 +62,9 @@ class Compiled:
         self._compiled: dict[Any, tuple[Callable[..., Any], Structure]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        tensors: Sequence[Tensor] = args
-        key: Any = None
-        if kwargs or not all(isinstance(one, Tensor) for one in args):  # else it is faster by microseconds
+        tensors: Sequence[Tensor] = [*args, *kwargs.values()]
+        key: Any = tuple(kwargs)
+        if not all(isinstance(one, Tensor) for one in tensors):  # else it is faster by microseconds
             others: list[str] = []
             tensors = list(named_tensors((args, kwargs), others=others).values())
             if others:  # what else is in them may differ from call to call
