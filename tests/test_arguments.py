@@ -9,6 +9,7 @@ import lightning_accel
 
 MOST = 12
 EXCEPTIONS = {
+    "callbacks.deployment.quantization.Quantization",  # one is deprecated
     "callbacks.early_stopping.EarlyStopping",  # deprecated
     "callbacks.speedups.Speedups",  # settings that stand alone, and are written by tune
 }

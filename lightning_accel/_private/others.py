@@ -1,4 +1,4 @@
-"""Private names of torchmetrics and PyTorch Geometric that the package stands on."""
+"""Private names of torchmetrics, PyTorch Geometric and transformers that the package stands on."""
 
 from typing import Any
 
@@ -29,3 +29,9 @@ def has_message_hooks(layer: Any) -> bool:
         for part in ("propagate", "message", "aggregate")
         for kind in ("pre_hooks", "hooks")
     )
+
+
+def has_grouped_experts(model: Any) -> bool:
+    """Return whether a model of transformers computes its experts by grouped products; old ones have no getter."""
+    found: object = getattr(getattr(model, "config", None), "_experts_implementation", None)
+    return found == "grouped_mm"

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from lightning_accel._private.others import has_grouped_experts
 from lightning_accel.nn.moe.layer import Experts
 
 
@@ -45,5 +46,5 @@ def make_experts_dense_(module: nn.Module) -> None:
     for one in module.modules():
         if isinstance(one, Experts):
             one.backend = "dense"
-        elif getattr(getattr(one, "config", None), "_experts_implementation", None) == "grouped_mm":
+        elif has_grouped_experts(one):
             one.set_experts_implementation("batched_mm")  # type: ignore[operator]  # of PreTrainedModel

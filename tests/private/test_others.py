@@ -1,7 +1,8 @@
-"""Private names of torchmetrics and PyTorch Geometric, each of which does what its function says."""
+"""Private names of torchmetrics, PyTorch Geometric and transformers, each of which does what its function says."""
 
 import warnings
 
+import pytest
 import torch
 from torch_geometric.explain.algorithm.utils import clear_masks, set_masks
 from torchmetrics import MeanMetric
@@ -41,3 +42,15 @@ def test_masks_of_explainers():
     assert private.explained_edges(layer) is mask
     clear_masks(layer)
     assert private.explained_edges(layer) is None
+
+
+def test_experts_of_transformers():
+    transformers = pytest.importorskip("transformers", minversion="5")
+    config = transformers.OlmoeConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+                                      intermediate_size=8, num_experts=2, num_experts_per_tok=1)  # fmt: skip
+    model = transformers.OlmoeModel(config)
+    model.set_experts_implementation("grouped_mm")
+    assert private.has_grouped_experts(model)
+    model.set_experts_implementation("batched_mm")
+    assert not private.has_grouped_experts(model)
+    assert not private.has_grouped_experts(torch.nn.Linear(2, 2))

@@ -63,8 +63,9 @@ class Quantization(L.Callback):
     :func:`lightning_accel.compress.quantize`), validates each with the module's own ``validation_step``, measures them
     on one sample and on a training batch (on the whole call if its samples cannot be separated, like the nodes of
     graphs), and picks the fastest at the batch. The trained module stays unchanged. The picked form is in
-    ``result``, and the fastest at each batch size in ``result.picks``; a report goes to ``figures/`` in the run folder, and :class:`~lightning_accel.callbacks.Export` writes
-    the file. If no form can be picked, the report and a warning give the reasons, and the module is kept in float.
+    ``result``, and the fastest at each batch size in ``result.picks``; a report goes to ``figures/`` in the run folder,
+    and :class:`~lightning_accel.callbacks.Export` writes the file. If no form can be picked, the report and a warning
+    give the reasons, and the module is kept in float.
 
     With ``mode="qat"`` linear layers and convolutions round their weights and inputs to int8 while they train, from
     ``begin`` on, with the grid of the later static form on this CPU: inputs have 8 bits with VNNI, else 7. No parameter
