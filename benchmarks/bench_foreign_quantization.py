@@ -292,17 +292,16 @@ def forms_by_hand(
     module: nn.Module, calls: list[Tensor], x: Tensor, folder: Path
 ) -> Iterator[tuple[str, Callable[[], Run]]]:
     """Yield the forms by name, as functions that make them for batches of the size of ``x``."""
+    yield from onnx_forms(module, calls, folder)
+    # exports come first: torch.export drops what torch.compile has made, which would be compiled anew, unfrozen
+    static = static_int8(module, [call[: len(x)] for call in calls])
+    dynamic = dynamic_int8(module)
     for autotune in (False, True):
         with_it = ", max-autotune" * autotune
         yield f"fp32 compiled{with_it}", partial(compiled, module, x, autotune)
         yield f"bf16 compiled{with_it}", partial(compiled, InBfloat16(module), x, autotune)
-        yield f"int8 torchao dynamic{with_it}", lambda autotune=autotune: compiled(dynamic_int8(module), x, autotune)
-        at_size = [call[: len(x)] for call in calls]
-        yield (
-            f"int8 PT2E static{with_it}",
-            lambda autotune=autotune, calls=at_size: compiled(static_int8(module, calls), x, autotune),
-        )
-    yield from onnx_forms(module, calls, folder)
+        yield f"int8 torchao dynamic{with_it}", partial(compiled, copy.deepcopy(dynamic), x, autotune)
+        yield f"int8 PT2E static{with_it}", partial(compiled, copy.deepcopy(static), x, autotune)
 
 
 def measure(name: str, quick: bool) -> Iterator[dict[str, Any]]:
