@@ -23,7 +23,7 @@ from lightning_accel.compress import load_compressed
 from lightning_accel.nn import replace_mlps_
 from lightning_accel.strategies import FullyShardedStrategy, PipelineStrategy
 from tests.ranks import run_ranks
-from tests.zoo import ZOO
+from tests.zoo import ZOO, Autoencoder
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of packages that the networks are from
 README = Path(__file__).parents[1] / "README.md"
@@ -49,13 +49,15 @@ class RefusedError(Exception):
 
 
 def make(name: str) -> L.LightningModule:
-    """Return the module of a network, without dropout, which strategies draw otherwise."""
+    """Return the module of a network, without dropout and noise, which strategies draw otherwise."""
     pytest.importorskip(ZOO[name].requires)
     L.seed_everything(0, verbose=False)
     module = ZOO[name].make()
     for part in module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
+        elif isinstance(part, Autoencoder):
+            part.noise = 0.0
     return module
 
 

@@ -186,14 +186,16 @@ class Seq2Seq(nn.Module):
 class Autoencoder(nn.Module):
     """Return a reconstruction, a mean and a logarithm of the variance, the last two as tensors of a tuple."""
 
-    def __init__(self, width: int = 16, latent: int = 4) -> None:
+    def __init__(self, width: int = 16, latent: int = 4, noise: float = 1.0) -> None:
         super().__init__()
+        self.noise = noise
         self.encoder = nn.Sequential(nn.Flatten(), nn.Linear(256, width), nn.ReLU(), nn.Linear(width, 2 * latent))
         self.decoder = nn.Sequential(nn.Linear(latent, width), nn.ReLU(), nn.Linear(width, 256))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         mean, log_variance = self.encoder(x).chunk(2, dim=1)
-        latent = mean + torch.randn_like(mean) * (log_variance / 2).exp() if self.training else mean
+        noise = self.noise if self.training else 0.0
+        latent = mean + noise * torch.randn_like(mean) * (log_variance / 2).exp()
         return self.decoder(latent), mean, log_variance
 
 
