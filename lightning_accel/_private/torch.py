@@ -142,13 +142,15 @@ def compilations() -> Sequence[Any]:
     return torch._dynamo.utils.get_compilation_metrics()
 
 
-def compile_frozen(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-    """Compile ``graph`` with constant weights; the options of torch.compile do not include freezing."""
-    return torch._inductor.compile(graph, list(inputs), options={"freezing": True})
+def compile_graph(
+    graph: torch.fx.GraphModule, inputs: Sequence[Tensor], options: dict[str, bool]
+) -> Callable[..., Any]:
+    """Compile ``graph`` without dynamo, which checks guards in each call; no public function omits it."""
+    return torch._inductor.compile(graph, list(inputs), options=options)
 
 
 def frozen_weights() -> contextlib.AbstractContextManager[Any]:
-    """Make compilations treat weights as constants while open; only an environment variable does so publicly."""
+    """Make compilations treat weights as constants while open; as an option of torch.compile, dynamo ignores it."""
     return torch._inductor.config.patch(freezing=True)
 
 
@@ -291,6 +293,11 @@ def cpu_capabilities() -> Mapping[str, Any]:
         "avx512_bf16": torch.cpu._is_avx512_bf16_supported(),
         "avx512_vnni": torch.cpu._is_vnni_supported(),
     }
+
+
+def has_amx() -> bool:
+    """Return whether this CPU multiplies tiles of bfloat16 and int8."""
+    return bool(cpu_capabilities().get("amx_bf16"))
 
 
 def has_vnni() -> bool:

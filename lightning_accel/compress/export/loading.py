@@ -4,7 +4,7 @@ import json
 import os
 import warnings
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 
 import lightning_accel.ops  # noqa: F401  # its operators, which a program of ours may call
-from lightning_accel._private.torch import has_vnni
+from lightning_accel._private.torch import compile_graph, has_vnni
+from lightning_accel.compress.autotuning import AUTOTUNED, FROZEN, autotuned
 from lightning_accel.compress.export.archive import METADATA, checked_archive, load_program, read_graph
 from lightning_accel.compress.export.structure import named_tensors, plain_values, rebuild
+from lightning_accel.compress.quantization.form import Compiled
+from lightning_accel.compress.quiet import suppress_output
 from lightning_accel.ops.extras import require_module
 
 FORMAT_VERSION = 1
@@ -107,8 +110,9 @@ def load_compressed(path: str | os.PathLike[str], *, compiled: bool = False) -> 
 
     Args:
         path: ``.pt2`` or ``.onnx`` file.
-        compiled: compile a program of ``torch.export`` at its first call, which quantized ones need to be fast. One
-            that was quantized on a CPU with VNNI stays uncompiled on CPUs without, with a warning: sums of its products
+        compiled: compile a program of ``torch.export`` at its first call, which quantized ones need to be fast, once
+            for all sizes of inputs; programs with quantized convolutions once for each size, up to 16. One that was
+            quantized on a CPU with VNNI stays uncompiled on CPUs without, with a warning: sums of its products
             would overflow. ONNX Runtime does not check this: quantize for it on a CPU like the one that runs the file.
 
     Raises:
@@ -161,8 +165,37 @@ def _load_program(path: Path, compiled: bool) -> Compressed:
             stacklevel=3,
         )
     elif compiled:
-        module = torch.compile(module, options={"freezing": True})
+        module = _Compiled(module)
     return Compressed(path, about, lambda tensors: module(*tensors.values()))
+
+
+class _Compiled:
+    """Compile a program at its first call, for calls of all sizes; where that fails, for each size.
+
+    Inductor cannot compile quantized convolutions for all sizes: the layout of their outputs is not the one it expects.
+    Through dynamo the weights would be no constants, of which quantized convolutions cannot be compiled at all.
+    """
+
+    def __init__(self, graph: torch.fx.GraphModule) -> None:
+        self.graph = graph
+        self.run: Callable[..., Any] | None = None
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        try:
+            self.run = self.run or self._compile(tensors)
+            return self.run(*tensors)
+        except Exception:  # compilers raise all kinds of exceptions
+            if isinstance(self.run, Compiled):
+                raise
+            self.run = Compiled(self.graph)
+            return self.run(*tensors)
+
+    def _compile(self, tensors: Sequence[Tensor]) -> Callable[..., Any]:
+        unknown = [node.meta["val"] for node in self.graph.graph.nodes if node.op == "placeholder"]
+        with suppress_output():
+            plain = compile_graph(self.graph, unknown, FROZEN)
+            plain(*tensors)
+            return autotuned(self.graph, tensors, plain, lambda: compile_graph(self.graph, unknown, AUTOTUNED))
 
 
 def _has_inputs_of_8_bits(program: torch.export.ExportedProgram) -> bool:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from lightning_accel._private.torch import compile_frozen, frozen_weights
+from lightning_accel._private.torch import compile_graph, frozen_weights
+from lightning_accel.compress.autotuning import AUTOTUNED, FROZEN, autotuned
 from lightning_accel.compress.calls import Inputs, first_line
 from lightning_accel.compress.export.structure import Flat, Structure, describe, named_tensors, tensors_of
 from lightning_accel.compress.quantization.inputs import dynamic_shapes
@@ -96,17 +97,21 @@ def compile_flat(flat: Flat, tensors: Sequence[Tensor]) -> Callable[..., Sequenc
         graph = trace(flat, tensors, strict=[False]).module()
     except Exception:
         compiled = torch.compile(flat, dynamic=False)
-        with frozen_weights():
-            compiled(*tensors)
-        return compiled
+
+        def run(*tensors: Tensor) -> Sequence[Tensor]:
+            with frozen_weights():  # in each call: torch.export drops what dynamo has compiled, and it compiles again
+                return compiled(*tensors)
+
+        run(*tensors)
+        return run
     assert isinstance(graph, torch.fx.GraphModule)
     if len(graph.graph.nodes) > MAX_NODES:
         raise CannotConvertError(
             f"its graph has {len(graph.graph.nodes)} nodes, recurrent steps one by one perhaps: too many to compile"
         )
-    run = compile_frozen(graph, tensors)
-    run(*tensors)
-    return run
+    plain = compile_graph(graph, tensors, FROZEN)
+    plain(*tensors)
+    return autotuned(graph, tensors, plain, lambda: compile_graph(graph, tensors, AUTOTUNED))
 
 
 def export(module: nn.Module, inputs: Sequence[Inputs], strict: Sequence[bool] = (False, True)) -> ExportedProgram:

@@ -14,6 +14,7 @@ from lightning_accel import Classifier, MoEClassifier, MoELanguageModel, Relatio
 from lightning_accel.compress import ExportError, Probabilities, export, load_compressed
 from lightning_accel.compress import export as package_export
 from lightning_accel.compress.export import loading as compressed
+from lightning_accel.compress.quantization import form as quantization_form
 from lightning_accel.compress.quantization import pt2e
 from lightning_accel.compress.quantization.form import Form
 from lightning_accel.compress.quantization.layers import find_layers
@@ -145,13 +146,37 @@ def test_int8_programs_are_compiled_where_their_products_do_not_overflow(vnni, l
     form = pt2e.pt2e_static(module, [((x,), {})], find_layers(module))
     export(module, [((x,), {})], tmp_path / "m.pt2", quantized=form)
     compiled = []
-    monkeypatch.setattr(torch, "compile", lambda module, **options: compiled.append(module) or module)
+    monkeypatch.setattr(compressed, "compile_graph", lambda graph, *_: compiled.append(graph) or graph)
     monkeypatch.setattr(compressed, "has_vnni", lambda: vnni)
     overflows = largest == 255 and not vnni
     with pytest.warns(UserWarning, match="on a CPU with VNNI") if overflows else contextlib.nullcontext():
         loaded = load_compressed(tmp_path / "m.pt2", compiled=True)
-    assert len(compiled) == (not overflows)
     assert (loaded(x) - module(x)).abs().max() < 0.02
+    assert len(compiled) == (not overflows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "x", "compilations"),
+    [
+        (nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), torch.rand(5, 6), 1),
+        (nn.Sequential(nn.Conv2d(1, 8, 3, stride=2), nn.Flatten(2)), torch.rand(5, 1, 7, 7), 4),
+    ],
+    ids=["for all sizes", "quantized convolution"],
+)
+def test_int8_programs_are_compiled_for_all_sizes_or_for_each(module, x, compilations, tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_accel.compress.quantization.form.compile_flat", lambda flat, tensors: flat)
+    form = pt2e.pt2e_static(module.eval(), [((x,), {})], find_layers(module))
+    export(module, [((x,), {})], tmp_path / "m.pt2", quantized=form)
+    monkeypatch.undo()
+    made = []
+    for room in (compressed, quantization_form):
+        compile_graph = room.compile_graph
+        monkeypatch.setattr(room, "compile_graph", lambda *args, run=compile_graph: made.append(1) or run(*args))
+    loaded, plain = (load_compressed(tmp_path / "m.pt2", compiled=how) for how in (True, False))
+    for size in (5, 5, 1, 3):
+        torch.testing.assert_close(loaded(x[:size]), plain(x[:size]), atol=0.02, rtol=0)
+    assert len(made) == compilations
 
 
 def test_a_quantized_file_may_be_off_by_what_rounding_is_off(tmp_path):
