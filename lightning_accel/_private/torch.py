@@ -149,6 +149,20 @@ def compile_graph(
     return torch._inductor.compile(graph, list(inputs), options=options)
 
 
+def traced_inputs(graph: torch.fx.GraphModule) -> list[Any]:
+    """Return the inputs that a program was traced with, whose sizes are unknown, to compile it for all sizes.
+
+    Of a program read from a file, the table of sizes also has products of them, at which inductor fails.
+    """
+    found = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    for one in found:
+        if isinstance(one, torch._subclasses.FakeTensor) and one.fake_mode.shape_env is not None:
+            values = one.fake_mode.shape_env.backed_var_to_val
+            for size in [size for size in values if not size.is_Symbol]:
+                del values[size]
+    return found
+
+
 def frozen_weights() -> contextlib.AbstractContextManager[Any]:
     """Make compilations treat weights as constants while open; as an option of torch.compile, dynamo ignores it."""
     return torch._inductor.config.patch(freezing=True)

@@ -3,6 +3,7 @@
 from lightning_accel.compress.channels.choice import choose_channels, score_channels
 from lightning_accel.compress.channels.groups import ChannelGroups, ChannelLayer, find_channel_groups
 from lightning_accel.compress.channels.plan import ChannelPlan, apply_plan_, load_pruned
+from lightning_accel.compress.export.decoding import CachedDecoder
 from lightning_accel.compress.export.loading import Compressed, load_compressed
 from lightning_accel.compress.export.writing import Exported, ExportError, Probabilities, export, require_exportable
 from lightning_accel.compress.pruning.masks import prune_, sparsity_at
@@ -15,6 +16,7 @@ from lightning_accel.compress.report.progress import Progress
 from lightning_accel.compress.report.report import Layer, Report, Row, count_parameters, describe_layers
 
 __all__ = [
+    "CachedDecoder",
     "ChannelGroups",
     "ChannelLayer",
     "ChannelPlan",

@@ -38,6 +38,7 @@ from lightning_accel.nn.moe.gating import GateFactory
 from lightning_accel.ops.evaluation import evaluating
 from lightning_accel.ops.options import options_of, read_options
 from lightning_accel.ops.renames import renamed_arguments
+from lightning_accel.ops.token_sampling import draw_tokens
 from lightning_accel.strategies.gradients import clip_grad_norm_
 from lightning_accel.strategies.sharding.blocks import broadcast_state
 
@@ -359,20 +360,9 @@ class MoELanguageModel(SizedModel):
         with evaluating(self):
             for _ in range(max_new_tokens):
                 logits = self(new, caches).logits[:, -1].float()
-                new = _draw(logits, temperature, sample_from, generator)
+                new = draw_tokens(logits, temperature, sample_from, generator)
                 tokens = torch.cat([tokens, new], dim=1)
         return tokens
-
-
-def _draw(logits: Tensor, temperature: float, sample_from: int, generator: torch.Generator | None) -> Tensor:
-    """Draw a token for each sample of ``logits`` (B, V), (B, 1)."""
-    if temperature == 0:
-        return logits.argmax(dim=-1, keepdim=True)
-    if 0 < sample_from < logits.shape[1]:
-        least = logits.topk(sample_from).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -torch.inf)
-    below = logits - logits.max(dim=-1, keepdim=True).values  # so that small temperatures do not overflow
-    return torch.multinomial((below / temperature).softmax(dim=-1), 1, generator=generator)
 
 
 def _tensor_parallel_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:

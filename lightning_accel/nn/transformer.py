@@ -67,7 +67,7 @@ class CausalSelfAttention(nn.Module):
         heads = self.query_key_value(x).unflatten(-1, (-1, 3, self.head_dim))  # (B, T, M, 3, F); M of this device
         queries, keys, values = heads.permute(3, 0, 2, 1, 4).unbind()  # (B, M, T, F) each
         start = 0 if cache is None else cache.length
-        positions = torch.arange(start, start + x.shape[1], device=x.device)
+        positions = start + torch.arange(x.shape[1], device=x.device)
         queries, keys = (rotate(part, positions) for part in (queries, keys))
         mask = None
         if cache is not None:

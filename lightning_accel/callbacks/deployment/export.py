@@ -28,6 +28,7 @@ from lightning_accel.callbacks.deployment.copies import (
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of, move_last
 from lightning_accel.compress.calls import Inputs, Run, smallest_call
+from lightning_accel.compress.export.decoding import CachedDecoder, tokens_of
 from lightning_accel.compress.export.loading import load_compressed
 from lightning_accel.compress.export.structure import named_tensors, restore
 from lightning_accel.compress.export.writing import (
@@ -79,10 +80,13 @@ class Export(L.Callback):
         class_names: names of the classes; by default those of the datamodule or the module, if either has them.
         dynamic: whether the file accepts batches of any size.
         compare: whether the report measures the plain forms, too; compiling takes about a minute.
+        max_length: for causal language models, the largest number of tokens of a text, prompt included. The file is
+            that of a :class:`~lightning_accel.compress.CachedDecoder`, whose prompts and further tokens
+            :meth:`lightning_accel.compress.Compressed.generate` runs; the report measures one further token.
 
     Raises:
         ValueError: before training, if the format or ``postprocess`` is unknown, ``filename`` has another suffix, the
-            folder cannot be written, or there are no validation data.
+            folder cannot be written, there are no validation data, or ``max_length`` has what excludes it.
         TypeError: before training, if the module has no ``validation_step``, or ``preprocess`` no ``inverse``.
         ModuleNotFoundError: before training, if a package is missing.
         RuntimeError: before training, if the model cannot be traced, or translated, on a validation batch; at the end
@@ -100,6 +104,7 @@ class Export(L.Callback):
         class_names: Sequence[str] | None = None,
         dynamic: bool = True,
         compare: bool = True,
+        max_length: int | None = None,
     ) -> None:
         require_one_of("format", format, ["auto", *get_args(Format)])
         if isinstance(postprocess, str) and postprocess != "probabilities":
@@ -116,6 +121,11 @@ class Export(L.Callback):
         self.class_names = None if class_names is None else list_of_names(class_names)
         self.dynamic = dynamic
         self.compare = compare
+        self.max_length = max_length
+        if max_length is not None and (preprocess is not None or postprocess is not None):
+            raise ValueError(
+                "a file that continues texts takes tokens and gives scores: leave preprocess and postprocess"
+            )
         self.exports_on: set[TrainerFn] = {TrainerFn.FITTING}  # the command line adds VALIDATING
         self.exported: Exported | None = None
         self.report: Report | None = None
@@ -144,10 +154,11 @@ class Export(L.Callback):
         """Raise before training what would fail in the export after it."""
         preprocess = self._preprocess(trainer.datamodule)  # type: ignore[attr-defined]  # set by a connector
         raw = None if preprocess is None else _FileInputs(preprocess)
-        inputs = deployed.inputs if raw is None else [raw.from_call(call) for call in deployed.inputs]
         options: dict[str, Any] = {"preprocess": preprocess, "postprocess": self.postprocess}
         format: Format = "pt2" if self.format == "auto" else self.format
         try:
+            deployed = self._with_cache(deployed)
+            inputs = deployed.inputs if raw is None else [raw.from_call(call) for call in deployed.inputs]
             specs = try_export(deployed.module, inputs, format, dynamic=self.dynamic, **options)
         except (TypeError, ExportError) as error:
             own = sum(one.numel() for one in deployed.module.parameters())
@@ -186,7 +197,7 @@ class Export(L.Callback):
         if result is not None:
             copied = copied.to(result.device)
         name = self.module if self.module is not None or result is None else result.deployed
-        deployed = find_deployed(copied, loader, name, _NUM_BATCHES, datamodule)
+        deployed = self._with_cache(find_deployed(copied, loader, name, _NUM_BATCHES, datamodule))
         result = result if result is not None and result.deployed == deployed.name else None
         format = self._format(result)
         preprocess = self._preprocess(datamodule)
@@ -233,7 +244,8 @@ class Export(L.Callback):
             files = {name: raw.wrap(run) for name, run in files.items()}
         plain = plain_forms(deployed.module) if self.compare else {"fp32 eager": deployed.module}
         progress = Progress(rank_zero_info, "export")
-        rows = measure_forms(deployed.module, deployed.inputs[0], {**plain, **files}, progress=progress)
+        timed = deployed.inputs[0 if self.max_length is None else -1]
+        rows = measure_forms(deployed.module, timed, {**plain, **files}, progress=progress)
         judged: dict[str, Run | None] = {**plain, "fp32 eager": None}
         judged |= {name: partial(_run_as_module, deployed.module, run, self.postprocess) for name, run in files.items()}
         datamodule = trainer.datamodule  # type: ignore[attr-defined]
@@ -241,7 +253,7 @@ class Export(L.Callback):
         report = Report("export")
         for name, row in rows.items():
             comparable = name not in files or self.postprocess is None or isinstance(self.postprocess, Probabilities)
-            if not row.note and comparable:
+            if not row.note and comparable and self.max_length is None:
                 progress(f"validates {name}", if_slow=True)
                 metrics = evaluate(copied, loader, deployed.name, judged[name], limits, datamodule)
                 row = row._replace(metrics=metrics)
@@ -249,6 +261,13 @@ class Export(L.Callback):
         call = smallest_call(deployed.module, deployed.inputs[0])
         report.layers = describe_layers(deployed.module, *call, reasons_left_out(trainer, deployed.name))
         return report
+
+    def _with_cache(self, deployed: Deployed) -> Deployed:
+        """Replace a language model by one that takes keys and values of previous tokens, if ``max_length`` is given."""
+        if self.max_length is None:
+            return deployed
+        decoder = CachedDecoder(deployed.module, self.max_length)
+        return deployed._replace(module=decoder, inputs=decoder.calls(tokens_of(deployed.inputs[0], self.max_length)))
 
     def _format(self, result: Any) -> Format:
         if self.format != "auto":
@@ -314,6 +333,23 @@ def _run_as_module(module: nn.Module, run: Run, postprocess: nn.Module | None, *
         first = next(iter(given))
         given[first] = given[first].log()
     return restore(output, iter({**named_tensors(output, others=[]), **given}.values()))
+
+
+def file_format_for_quantized(trainer: L.Trainer) -> str | None:
+    """Return the format in which the Trainer's Export callback writes what was quantized, None if any will do.
+
+    Raises:
+        ValueError: if it writes another module than the one that was quantized.
+    """
+    exports = callbacks_of(trainer, Export)
+    if any(one.max_length is not None for one in exports):
+        raise ValueError(
+            "Export(max_length=...) writes a CachedDecoder of the model, which Quantization does not quantize; take "
+            "Quantization out of the Trainer, and after the fit quantize(decoder, decoder.calls(tokens)) and "
+            "export(decoder, decoder.calls(tokens), path, quantized=...) of lightning_accel.compress"
+        )
+    formats = [one.format for one in exports if one.format != "auto"]
+    return formats[0] if formats else None
 
 
 def _is_fixed_length(shape: Sequence[int | None]) -> bool:

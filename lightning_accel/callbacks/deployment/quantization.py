@@ -27,10 +27,10 @@ from lightning_accel.callbacks.deployment.copies import (
     undistributed,
     with_order,
 )
-from lightning_accel.callbacks.deployment.export import Export
+from lightning_accel.callbacks.deployment.export import file_format_for_quantized
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.resume.random_state import restored_random_state
-from lightning_accel.callbacks.trainer_callbacks import callbacks_of, not_logged
+from lightning_accel.callbacks.trainer_callbacks import not_logged
 from lightning_accel.compress.calls import Inputs, first_line, first_samples, num_samples, smallest_call
 from lightning_accel.compress.export.structure import Flat, Structure, tensors_of
 from lightning_accel.compress.quantization.fake_quant import FakeQuantized, attach, detach
@@ -179,7 +179,7 @@ class Quantization(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        self._file_format = _file_format(trainer)
+        self._file_format = file_format_for_quantized(trainer)
         kind = "static" if self.mode == "qat" else self.mode
         require_form(kind, self.backend, self.device, self._file_format)
         if self.device == "cuda" and not torch.cuda.is_available():
@@ -441,12 +441,6 @@ def _save_report(report: Report | None, folder: Path) -> None:
         with failures_as_warnings("Quantization could not write its report"):
             report.print()
             report.save(folder)
-
-
-def _file_format(trainer: L.Trainer) -> str | None:
-    """Return the file format that the Trainer's Export callback writes, if any."""
-    formats = [one.format for one in callbacks_of(trainer, Export) if one.format != "auto"]
-    return formats[0] if formats else None
 
 
 def _in_random_order(loader: Any) -> Any:

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 import lightning_accel.ops  # noqa: F401  # its operators, which a program of ours may call
-from lightning_accel._private.torch import compile_graph, has_vnni
+from lightning_accel._private.torch import compile_graph, has_vnni, traced_inputs
 from lightning_accel.compress.autotuning import AUTOTUNED, FROZEN, autotuned
 from lightning_accel.compress.export.archive import METADATA, checked_archive, load_program, read_graph
 from lightning_accel.compress.export.structure import named_tensors, plain_values, rebuild
 from lightning_accel.compress.quantization.form import Compiled
 from lightning_accel.compress.quiet import suppress_output
 from lightning_accel.ops.extras import require_module
+from lightning_accel.ops.token_sampling import draw_tokens
 
 FORMAT_VERSION = 1
 _KEYS = ("format_version", "arguments", "inputs", "plain_inputs", "outputs", "output_names", "probabilities")
@@ -79,6 +80,65 @@ class Compressed:
         names_of = self.class_names
         label_names = label if names_of is None else [names_of[number] for number in label.tolist()]
         return {"class": label_names, "probability": probability, "probabilities": probabilities}
+
+    @torch.no_grad()
+    def generate(
+        self,
+        tokens: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        sample_from: int = 0,
+        end_token: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Draw tokens after prompts, one by one, from the file of a :class:`CachedDecoder`.
+
+        Args:
+            tokens: prompts of equal length, (B, T) int64.
+            max_new_tokens: number of tokens to add at most.
+            temperature: divides the scores; 0 takes the most probable token.
+            sample_from: draw from this many of the most probable tokens; 0 for all.
+            end_token: token that ends a text; the rest of its row is filled with it.
+            generator: random number generator.
+
+        Returns:
+            (B, T + ``max_new_tokens``), or fewer if all texts ended.
+
+        Raises:
+            TypeError: if the file is not that of a CachedDecoder.
+            ValueError: if the texts would be longer than the cache, or ``tokens`` has no token.
+        """
+        shapes = {spec["name"]: spec["shape"] for spec in self.metadata["inputs"]}
+        dtypes = {spec["name"]: getattr(torch, spec["dtype"]) for spec in self.metadata["inputs"]}
+        if list(shapes) != ["tokens", "keys", "values", "position"]:
+            raise TypeError(
+                f"{self.path} keeps no keys and values of previous tokens, by which texts are continued; export a "
+                "CachedDecoder of the model, or give Export a max_length"
+            )
+        length = shapes["keys"][3]
+        if tokens.dim() != 2 or not 1 <= tokens.shape[1] <= length - max_new_tokens:
+            raise ValueError(
+                f"{self.path} takes texts of up to {length} tokens; got prompts (B, T) {tuple(tokens.shape)} to be "
+                f"continued by {max_new_tokens}. Export with a larger max_length"
+            )
+        keys, values = (
+            torch.zeros(len(tokens), *shapes[name][1:], dtype=dtypes[name], device=tokens.device)
+            for name in ("keys", "values")
+        )
+        start, new = 0, tokens
+        has_ended = torch.zeros(len(tokens), 1, dtype=torch.bool, device=tokens.device)
+        for _ in range(max_new_tokens):
+            decoded = self(new, keys, values, torch.tensor(start, device=tokens.device))
+            stop = start + new.shape[1]
+            keys[..., start:stop, :], values[..., start:stop, :] = decoded.new_keys, decoded.new_values
+            start, new = stop, draw_tokens(decoded.logits.float(), temperature, sample_from, generator)
+            if end_token is not None:
+                new = new.masked_fill(has_ended, end_token)
+                has_ended |= new == end_token
+            tokens = torch.cat([tokens, new], dim=1)
+            if has_ended.all():
+                break
+        return tokens
 
     def _tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
         names = self.metadata["arguments"]
@@ -191,7 +251,7 @@ class _Compiled:
             return self.run(*tensors)
 
     def _compile(self, tensors: Sequence[Tensor]) -> Callable[..., Any]:
-        unknown = [node.meta["val"] for node in self.graph.graph.nodes if node.op == "placeholder"]
+        unknown = traced_inputs(self.graph)
         with suppress_output():
             plain = compile_graph(self.graph, unknown, FROZEN)
             plain(*tensors)

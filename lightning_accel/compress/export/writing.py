@@ -430,7 +430,11 @@ def _write(traced: _Traced, about: dict[str, Any], format: str, path: Path, cont
         entry.key, entry.value = METADATA, json.dumps(about | names)
         path.write_bytes(model.SerializeToString())
     elif format == "onnx":
-        made = to_onnx(program, [one["name"] for one in about["inputs"]], about["output_names"])
+        inputs = [one["name"] for one in about["inputs"]]
+        outputs = [
+            f"{name}_out" if name in inputs else name for name in about["output_names"]
+        ]  # names are unique there
+        made = to_onnx(program, inputs, outputs)
         made.model.metadata_props[METADATA] = json.dumps(about)
         made.save(path)
     else:
@@ -450,7 +454,10 @@ def _failures_explained(failed: str) -> Iterator[None]:
 
 def _verify(written: Path, traced: _Traced, path: Path, is_quantized: bool) -> float:
     """Compare the file with the module; return the largest difference."""
-    loaded = load_compressed(written)
+    try:
+        loaded = load_compressed(written)
+    except ValueError as error:
+        raise ExportError(f"{path} was not written: it cannot be read: {first_line(error)}") from error
     largest = 0.0
     for call in traced.calls:
         expected = outputs_of(traced.live, call)

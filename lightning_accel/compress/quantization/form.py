@@ -126,6 +126,8 @@ def export(module: nn.Module, inputs: Sequence[Inputs], strict: Sequence[bool] =
         try:
             with suppress_output(), torch.no_grad():
                 program = trace(flat, tensors, shapes, strict)
+                if any("access_subclass" in str(node.target) for node in program.graph.nodes):
+                    program = program.run_decompositions({})  # torchao's classes of weights to plain tensors
                 program.example_inputs = None  # the user's data, which a file would include
                 return program
         except Exception as error:

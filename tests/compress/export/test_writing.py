@@ -155,6 +155,18 @@ def test_int8_programs_are_compiled_where_their_products_do_not_overflow(vnni, l
     assert len(compiled) == (not overflows)
 
 
+@pytest.mark.parametrize("make", [pt2e.torchao_dynamic, pt2e.torchao_weight_only])
+def test_weights_of_torchao_are_plain_tensors_in_a_file(make, tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_accel.compress.quantization.form.compile_flat", lambda flat, tensors: flat)
+    module, x = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 3)).eval(), torch.randn(5, 6)
+    form = make(module, [((x,), {})], find_layers(module))
+    export(module, [((x,), {})], tmp_path / "m.pt2", quantized=form)
+    for size in (5, 1, 4):
+        torch.testing.assert_close(load_compressed(tmp_path / "m.pt2")(x[:size]), form.run(x[:size]))
+    weights = torch.export.load(tmp_path / "m.pt2").state_dict.values()
+    assert {(type(one.data), one.dtype) for one in weights if one.dim() > 1} >= {(torch.Tensor, torch.int8)}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "x", "compilations"),

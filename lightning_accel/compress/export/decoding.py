@@ -1,0 +1,195 @@
+"""Decoders whose keys and values of previous tokens are arguments. Shapes: B samples, T tokens, S places of the cache.
+
+Further: L layers, M heads, F features of a head, V words of the vocabulary.
+"""
+
+import inspect
+from contextlib import suppress
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_accel.compress.calls import Inputs
+from lightning_accel.ops.evaluation import evaluating
+from lightning_accel.ops.extras import require_module
+
+_MAX_DIFFERENCE = 1e-3  # of logits with and without a cache, as a share of the largest
+
+
+class Decoded(NamedTuple):
+    """Hold the scores of the next token, and what to write into the cache at the places of the given tokens."""
+
+    logits: Tensor  # (B, V)
+    new_keys: Tensor  # (B, L, M, T, F)
+    new_values: Tensor  # (B, L, M, T, F)
+
+
+class CachedDecoder(nn.Module):
+    """Run a causal language model on the tokens that follow those of a cache, which the caller keeps.
+
+    Calls depend on their arguments alone, so that a file can hold the module: the prompt and each further token are
+    calls of one program, for batches and prompts of any size. :meth:`Compressed.generate` continues texts with it.
+
+    Args:
+        model: a decoder of transformers that returns ``logits``, or a
+            :class:`~lightning_accel.models.MoELanguageModel`; it is shared, not copied.
+        max_length: S, the largest number of tokens of a text, its prompt included.
+
+    Raises:
+        TypeError: if ``model`` is of another kind.
+        ValueError: if ``max_length`` is less than 2, or more than the model has positions for.
+
+    >>> from lightning_accel.models import MoELanguageModel
+    >>> model = MoELanguageModel(vocab_size=9, dim=8, num_layers=2, num_heads=2).eval()
+    >>> decoder = CachedDecoder(model, max_length=6)
+    >>> (args, _), step = decoder.calls(torch.tensor([[1, 2, 3]]))
+    >>> decoder(*args).new_keys.shape
+    torch.Size([1, 2, 2, 3, 4])
+    """
+
+    def __init__(self, model: nn.Module, max_length: int) -> None:
+        super().__init__()
+        self.model = model
+        self.max_length = max_length
+        if max_length < 2:
+            raise ValueError(f"max_length must be at least 2, a token and the one that follows it; got {max_length}")
+        self.parameters_of_forward = set(inspect.signature(model.forward).parameters)
+        self.is_of_transformers = {"past_key_values", "use_cache"} <= self.parameters_of_forward
+        if not self.is_of_transformers and "caches" not in self.parameters_of_forward:
+            raise TypeError(
+                f"{type(model).__name__} has no cache of keys and values that can be an argument: its forward takes no "
+                "past_key_values and use_cache, as causal language models of transformers do, nor is it a "
+                "MoELanguageModel. Export it without max_length"
+            )
+        config = getattr(model, "config", None)
+        if getattr(config, "is_encoder_decoder", False):
+            raise TypeError(f"{type(model).__name__} has an encoder; generation is exported for decoders alone")
+        largest = getattr(config, "max_position_embeddings", None)
+        if isinstance(largest, int) and max_length > largest:
+            raise ValueError(f"{type(model).__name__} has positions for {largest} tokens; got max_length={max_length}")
+
+    def forward(self, tokens: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Decoded:
+        """Score what follows ``tokens``.
+
+        Args:
+            tokens: (B, T) int64.
+            keys: keys of previous tokens in the first ``position`` places, (B, L, M, S, F).
+            values: likewise, (B, L, M, S, F).
+            position: number of previous tokens, int64 without dimensions.
+        """
+        layers = [_layer_class()(*one, position) for one in zip(keys.unbind(1), values.unbind(1), strict=True)]
+        if self.is_of_transformers:
+            given = require_module("transformers.cache_utils").Cache(layers=layers)
+            options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in self.parameters_of_forward else {}
+            if "position_ids" in self.parameters_of_forward:
+                options["position_ids"] = (position + torch.arange(tokens.shape[1], device=tokens.device)).unsqueeze(0)
+            logits = self.model(tokens, past_key_values=given, use_cache=True, **options).logits
+        else:
+            logits = self.model(tokens, layers).logits
+        new_keys, new_values = zip(*(one.new for one in layers), strict=True)
+        return Decoded(logits[:, -1], torch.stack(new_keys, 1), torch.stack(new_values, 1))
+
+    @torch.no_grad()
+    def calls(self, tokens: Tensor) -> list[Inputs]:
+        """Return the call with the prompts ``tokens`` (B, T), and that with the next token of each.
+
+        Raises:
+            ValueError: if there are fewer than two tokens, or more than S - 1.
+            TypeError: if the model does not keep keys and values of one shape, or computes something else with them
+                than without.
+        """
+        if tokens.dim() != 2 or not 2 <= tokens.shape[1] < self.max_length:
+            raise ValueError(
+                f"need prompts (B, T) of 2 to {self.max_length - 1} tokens, one less than max_length; got "
+                f"{tuple(tokens.shape)}"
+            )
+        name = type(self.model).__name__
+        with evaluating(self):
+            sizes, dtype = self._sizes(tokens)
+            number, heads, features = sizes
+            empty = tokens.new_zeros(len(tokens), number, heads, self.max_length, features, dtype=dtype)
+            prompt: Inputs = (tokens, empty, empty.clone(), torch.tensor(0, device=tokens.device)), {}
+            decoded = self(*prompt[0])
+            keys, values = (empty.clone() for _ in range(2))
+            keys[..., : tokens.shape[1], :], values[..., : tokens.shape[1], :] = decoded.new_keys, decoded.new_values
+            following = decoded.logits.argmax(-1, keepdim=True)
+            step: Inputs = (following, keys, values, torch.tensor(tokens.shape[1], device=tokens.device)), {}
+            whole = torch.cat([tokens, following], 1)
+            for (args, _), all_tokens in ((prompt, tokens), (step, whole)):
+                expected = self._logits(all_tokens)
+                difference = float((self(*args).logits - expected).abs().max() / expected.abs().max())
+                if not difference <= _MAX_DIFFERENCE:
+                    raise TypeError(
+                        f"with a cache of fixed length, logits of {name} differ by {difference:.2g} of the largest. "
+                        "Export it without max_length"
+                    )
+        return [prompt, step]
+
+    def _sizes(self, tokens: Tensor) -> tuple[tuple[int, int, int], torch.dtype]:
+        """Return L, M and F, and the dtype of keys and values."""
+        if not self.is_of_transformers:
+            blocks: Any = self.model.blocks
+            attention = blocks[0].attention
+            return (len(blocks), attention.num_heads, attention.head_dim), next(self.model.parameters()).dtype
+        cache = getattr(self.model(tokens, use_cache=True), "past_key_values", None)
+        layers = getattr(cache, "layers", [])
+        found: list[Any] = [getattr(layer, which, None) for layer in layers for which in ("keys", "values")]
+        if not found or not all(isinstance(one, Tensor) and one.shape == found[0].shape for one in found):
+            raise TypeError(
+                f"{type(self.model).__name__} keeps something else than keys and values of one shape in all layers. "
+                "Export it without max_length"
+            )
+        return (len(layers), found[0].shape[1], found[0].shape[3]), found[0].dtype
+
+    def _logits(self, tokens: Tensor) -> Tensor:
+        options = {"use_cache": False} if self.is_of_transformers else {}
+        last: Tensor = self.model(tokens, **options).logits[:, -1]
+        return last
+
+
+@cache
+def _layer_class() -> type:
+    """Return a class of caches of one layer, for transformers if it is installed, and for this package."""
+    static: Any = object
+    with suppress(ModuleNotFoundError):
+        static = require_module("transformers.cache_utils").StaticLayer
+
+    class Layer(static):  # type: ignore[misc]
+        """Give attention the keys and values of a cache, with those of new tokens in their places, and keep the new."""
+
+        def __init__(self, keys: Tensor, values: Tensor, length: Tensor) -> None:
+            if static is not object:
+                super().__init__(max_cache_len=keys.shape[2])
+            self.keys, self.values, self.cumulative_length = keys, values, length
+            self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+            self.new: tuple[Tensor, Tensor] | None = None
+
+        @property
+        def length(self) -> Tensor:
+            return self.cumulative_length
+
+        def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            self.new = keys, values
+            places = self.cumulative_length + torch.arange(keys.shape[2], device=keys.device)
+            self.cumulative_length = self.cumulative_length + keys.shape[2]
+            return self.keys.index_copy(2, places, keys), self.values.index_copy(2, places, values)
+
+        append = update
+
+    return Layer
+
+
+def tokens_of(call: Inputs, max_length: int) -> Tensor:
+    """Return the tokens (B, T) of a call of a language model, without those that leave no place for a further one.
+
+    Raises:
+        TypeError: if the call has no integers (B, T).
+    """
+    args, kwargs = call
+    given = [kwargs["input_ids"]] if "input_ids" in kwargs else [*args, *kwargs.values()]
+    for one in given:
+        if isinstance(one, Tensor) and one.dim() == 2 and one.dtype == torch.int64:
+            return one[:, : max_length - 1]
+    raise TypeError("max_length is for language models, which are called with tokens, int64 (B, T)")

@@ -1,0 +1,175 @@
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from lightning_accel.callbacks import Export, Quantization
+from lightning_accel.compress import CachedDecoder, export, load_compressed, quantize
+from lightning_accel.compress.export import loading
+from lightning_accel.models import MoELanguageModel
+from lightning_accel.ops.token_sampling import draw_tokens
+from tests.zoo import ZOO
+
+SLOW = pytest.mark.slow
+MAX_LENGTH = 14
+
+
+def model_of(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    if name == "ours":
+        return MoELanguageModel(vocab_size=24, dim=8, num_layers=2, num_heads=2).eval()
+    pytest.importorskip("transformers")
+    return ZOO[name].make().model.eval().requires_grad_(False)
+
+
+def prompts(batch: int = 3, length: int = 6) -> torch.Tensor:
+    return torch.arange(batch * length).view(batch, length) * 7 % 24
+
+
+def most_probable(model: nn.Module, tokens: torch.Tensor, count: int) -> torch.Tensor:
+    """Continue ``tokens`` by whole forward passes."""
+    options = {} if isinstance(model, MoELanguageModel) else {"use_cache": False}
+    with torch.no_grad():
+        for _ in range(count):
+            following = model(tokens, **options).logits[:, -1].argmax(-1, keepdim=True)
+            tokens = torch.cat([tokens, following], 1)
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [
+        ("gpt2", "pt2"),
+        ("ours", "onnx"),
+        *(
+            pytest.param(name, format, marks=SLOW)
+            for name, format in (("gpt2", "onnx"), ("ours", "pt2"))
+            + tuple((name, format) for name in ("llama", "mistral", "qwen3", "olmoe") for format in ("pt2", "onnx"))
+        ),
+    ],
+)
+def test_files_continue_texts_as_whole_forward_passes_do(name, format, tmp_path):
+    """Mistral's window of 8 tokens is shorter than the texts, and Llama's heads share keys and values."""
+    model = model_of(name)
+    decoder = CachedDecoder(model, MAX_LENGTH)
+    path = export(decoder, decoder.calls(prompts()), tmp_path / f"model.{format}", format).path
+    loaded = load_compressed(path)
+    for tokens in (prompts(), prompts(1, 1), prompts(2, MAX_LENGTH - 1)):
+        count = min(7, MAX_LENGTH - tokens.shape[1])
+        torch.testing.assert_close(
+            loaded.generate(tokens, count, temperature=0), most_probable(model, tokens, count), rtol=0, atol=0
+        )
+    with pytest.raises(ValueError, match=rf"up to {MAX_LENGTH} tokens; got prompts \(B, T\) \(3, 6\) .* by 9"):
+        loaded.generate(prompts(), 9)
+
+
+def test_texts_end_at_the_end_token(tmp_path, monkeypatch):
+    model = model_of("ours")
+    decoder = CachedDecoder(model, MAX_LENGTH)
+    loaded = load_compressed(export(decoder, decoder.calls(prompts()), tmp_path / "m.pt2").path)
+    drawn = iter([[[1], [2]], [[9], [3]], [[4], [9]]])
+    monkeypatch.setattr(loading, "draw_tokens", lambda *_: torch.tensor(next(drawn)))
+    assert loaded.generate(prompts(2, 2), 5, end_token=9)[:, 2:].tolist() == [[1, 9, 9], [2, 3, 9]]
+
+
+def test_drawn_tokens_follow_their_probabilities():
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]]).repeat(4000, 1)
+    drawn = draw_tokens(logits, 0.5, 3, torch.Generator().manual_seed(0))
+    expected = torch.tensor([0.0, 2.0, 4.0]).softmax(0)
+    shares = torch.bincount(drawn[:, 0], minlength=4) / len(logits)
+    torch.testing.assert_close(shares, torch.cat([expected, torch.zeros(1)]), atol=0.02, rtol=0)
+
+
+class Text(nn.Module):
+    """Return logits that differ with a cache, as those of a model do that attends to all places of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = model_of("ours")
+        self.blocks = self.inner.blocks
+
+    def forward(self, tokens, caches=None):
+        output = self.inner(tokens, caches)
+        return output._replace(logits=output.logits + (caches is not None))
+
+
+def test_models_without_such_a_cache_are_refused(tmp_path):
+    with pytest.raises(TypeError, match="Linear has no cache of keys and values that can be an argument"):
+        CachedDecoder(nn.Linear(3, 2), 8)
+    with pytest.raises(ValueError, match="max_length must be at least 2"):
+        CachedDecoder(model_of("ours"), 1)
+    with pytest.raises(TypeError, match=r"with a cache of fixed length, logits of Text differ by [\d.]+ of the largest"):
+        CachedDecoder(Text(), 8).calls(prompts())
+    with pytest.raises(ValueError, match=r"of 2 to 7 tokens, one less than max_length; got \(3, 8\)"):
+        CachedDecoder(model_of("ours"), 8).calls(prompts(3, 8))
+    with pytest.raises(ValueError, match="GPT2LMHeadModel has positions for 24 tokens; got max_length=25"):
+        CachedDecoder(model_of("gpt2"), 25)
+    with pytest.raises(TypeError, match="T5ForConditionalGeneration has an encoder"):
+        CachedDecoder(model_of("t5"), 8)
+    net = nn.Linear(3, 2)
+    plain = load_compressed(export(net, [((torch.rand(4, 3),), {})], tmp_path / "m.pt2").path)
+    with pytest.raises(TypeError, match="keeps no keys and values of previous tokens"):
+        plain.generate(prompts(), 2)
+
+
+@SLOW
+def test_layers_that_keep_states_are_refused():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.RecurrentGemmaConfig(
+        vocab_size=24, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, lru_width=16
+    )
+    with pytest.raises(TypeError, match="Export it without max_length"):
+        CachedDecoder(transformers.RecurrentGemmaForCausalLM(config).eval(), 8).calls(prompts())
+
+
+@SLOW
+def test_quantized_decoders(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_accel.compress.quantization.form.compile_flat", lambda flat, tensors: flat)
+    model = model_of("llama")
+    decoder = CachedDecoder(model, MAX_LENGTH).eval()
+    calls = decoder.calls(prompts())
+    form = quantize(decoder, calls, "dynamic", "torchao", seconds=0.02)
+    loaded = load_compressed(export(decoder, calls, tmp_path / "m.pt2", quantized=form).path)
+    followed = loaded.generate(prompts(), 1, temperature=0)
+    assert followed.shape == (3, 7)
+    torch.testing.assert_close(loaded(*calls[1][0]).logits, decoder(*calls[1][0]).logits, atol=0.05, rtol=0.2)
+
+
+@SLOW
+@pytest.mark.parametrize("name", ["gpt2", "ours"])
+def test_compiled_once_for_prompts_of_all_lengths(name, tmp_path, monkeypatch):
+    model, made = model_of(name), []
+    decoder = CachedDecoder(model, MAX_LENGTH)
+    loaded = load_compressed(export(decoder, decoder.calls(prompts()), tmp_path / "m.pt2").path, compiled=True)
+    compile_graph = loading.compile_graph
+    monkeypatch.setattr(loading, "compile_graph", lambda *args: made.append(1) or compile_graph(*args))
+    for tokens in (prompts(), prompts(2, 9)):
+        assert torch.equal(loaded.generate(tokens, 3, temperature=0), most_probable(model, tokens, 3))
+    assert len(made) == 1
+
+
+def fit(module: L.LightningModule, name: str, folder, *callbacks: L.Callback) -> None:
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=folder, callbacks=list(callbacks),
+    )  # fmt: skip
+    trainer.fit(module, ZOO[name].loader(), ZOO[name].loader(4))
+
+
+def test_export_after_a_fit(tmp_path):
+    pytest.importorskip("transformers")
+    module, callback = ZOO["llama"].make(), Export(module="model", max_length=MAX_LENGTH, compare=False)
+    fit(module, "llama", tmp_path, callback)
+    loaded, model = load_compressed(callback.exported.path), module.model.eval()
+    assert torch.equal(loaded.generate(prompts(), 4, temperature=0), most_probable(model, prompts(), 4))
+    assert [row["name"] for row in callback.report.as_dict()["rows"]] == ["fp32 eager", "pt2 file"]
+
+
+def test_what_cannot_work_is_refused_before_training(tmp_path):
+    pytest.importorskip("transformers")
+    with pytest.raises(TypeError, match=r"BertForSequenceClassification has no cache .*Export it without max_length"):
+        fit(ZOO["bert"].make(), "bert", tmp_path, Export(module="model", max_length=MAX_LENGTH))
+    with pytest.raises(ValueError, match="which Quantization does not quantize; take Quantization out of the Trainer"):
+        fit(ZOO["llama"].make(), "llama", tmp_path, Export(max_length=MAX_LENGTH), Quantization())
+    with pytest.raises(ValueError, match="leave preprocess and postprocess"):
+        Export(max_length=8, postprocess="probabilities")
