@@ -462,7 +462,7 @@ def _take_calls(inputs: Iterable[Inputs], rows: int) -> list[Inputs]:
 def _summary(result: Quantized, mode: str) -> str:
     text = f"Quantization picked {result.name}" + _speed_summary(result)
     if result.ties:
-        text += f"; as fast, as far as could be measured: {', '.join(result.ties)}, whose files are not smaller"
+        text += f"; as fast, as far as could be measured: {', '.join(result.ties)}"
     if result.faster_float == "fp32 eager":
         text += "; the model as it is, fp32 eager, is faster here"
     elif result.faster_float:

@@ -65,7 +65,7 @@ _MAKERS = {
 }
 # From the simplest: weight-only forms have no integers between layers, and dynamic ones need no calibration
 _SIMPLEST_FIRST = ("float", "weight_only", "dynamic", "static")
-_SIMILAR_SIZE = 1.05  # files within this factor count as equally large
+_SIMILAR = 1.05  # files within this factor count as equally large, and tied medians as equally fast
 _EAGER = "fp32 eager"
 
 
@@ -76,8 +76,8 @@ class Quantized(Form):
     Attributes:
         report: rows of all forms; the note of one without latency has the reason.
         refused: reason by name, for forms that could not be made, or may not be picked.
-        ties: forms that are not significantly slower or faster; the smallest file among them was picked, and of equally
-            large files the simplest form.
+        ties: forms that are not significantly slower or faster; of those whose median is within 5% of the fastest, the
+            smallest file was picked, and of equally large files the simplest form.
         faster_float: a faster form without quantization, if ``mode`` or ``backend`` excluded it.
         deployed: name of the module within its parent.
         device: device of the module.
@@ -149,7 +149,8 @@ def quantize(
     Compiled fp32 and bfloat16 are always measured, and are picked under ``mode="auto"`` if they are fastest. Int8 forms
     are also compared with the float form of their runtime. Forms are measured in turns, in blocks of repeated calls;
     one is faster only if its speedup is significant (its 98% interval excludes a tie). Ties are measured again, at most
-    twice; of remaining ties, the smallest file is picked, and of equally large files the simplest form.
+    twice; of remaining ties within 5% of the fastest median, the smallest file is picked, and of equally large files
+    the simplest form.
 
     Args:
         module: module in evaluation mode, on a CPU or GPU, which is not changed.
@@ -355,7 +356,8 @@ def _pick(trial: _Trial, wanted: Sequence[str], batch_sizes: Sequence[int] | Non
     for size in dict.fromkeys(size for row in rows.values() for size in row.latencies):
         latencies = {name: row.latencies[size] for name, row in rows.items() if size in row.latencies}
         close = ties(latencies, [name for name in candidates if name in latencies and name not in refused])
-        chosen = min(close, key=lambda name: _preference(name, close, made), default=None)
+        near = [name for name in close if latencies[name].p50_ms <= _SIMILAR * latencies[close[0]].p50_ms]
+        chosen = min(near, key=lambda name: _preference(name, near, made), default=None)
         if chosen is not None:
             picks[size] = made[chosen]
     report = Report("quantization", _device_of(trial.module))
@@ -394,7 +396,7 @@ def _preference(name: str, close: Sequence[str], made: Mapping[str, Form]) -> tu
     """Return a sort key of tied forms: smallest files first, of those the simplest form, then the fastest median."""
     sizes = [size for other in close if (size := made[other].file_bytes) is not None]
     own = made[name].file_bytes
-    is_large = own is None or own > _SIMILAR_SIZE * min(sizes)
+    is_large = own is None or own > _SIMILAR * min(sizes)
     return is_large, _SIMPLEST_FIRST.index(_MAKERS[name].kind), 0 if name == close[0] else 1
 
 

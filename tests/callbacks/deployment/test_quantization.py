@@ -422,7 +422,7 @@ def test_what_was_picked_is_told_to_users(tmp_path, monkeypatch, caplog):
     assert (
         "Quantization picked int8 own: 6.00x ±0% at batch 1 and 6.00x ±0% at batch 8 as fast as fp32 eager; "
         "1.20x ±0% at batch 1 and 1.20x ±0% at batch 8 as fast as fp32 runtime; as fast, as far as could be measured: "
-        "int8 other, whose files are not smaller; at batch 1, int8 other is faster: result.picks[1]; "
+        "int8 other; at batch 1, int8 other is faster: result.picks[1]; "
         "in float: head (left out by exclude: head)"
     ) in told
 

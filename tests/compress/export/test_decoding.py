@@ -98,7 +98,9 @@ def test_models_without_such_a_cache_are_refused(tmp_path):
         CachedDecoder(nn.Linear(3, 2), 8)
     with pytest.raises(ValueError, match="max_length must be at least 2"):
         CachedDecoder(model_of("ours"), 1)
-    with pytest.raises(TypeError, match=r"with a cache of fixed length, logits of Text differ by [\d.]+ of the largest"):
+    with pytest.raises(
+        TypeError, match=r"with a cache of fixed length, logits of Text differ by [\d.]+ of the largest"
+    ):
         CachedDecoder(Text(), 8).calls(prompts())
     with pytest.raises(ValueError, match=r"of 2 to 7 tokens, one less than max_length; got \(3, 8\)"):
         CachedDecoder(model_of("ours"), 8).calls(prompts(3, 8))

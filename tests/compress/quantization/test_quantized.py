@@ -390,6 +390,16 @@ def test_what_is_too_close_to_call_is_a_tie(makers):
     assert [len(row.latencies[4].rounds_ms) for row in rows.values()] == [11, 33, 33, 33, 11]
 
 
+def test_a_tie_of_a_much_slower_median_is_not_picked_for_its_size(makers):
+    noise = [1.0, 1.5, 0.7, 1.0, 1.3]
+    makers(
+        large=("static", Slow([0.002 * one for one in noise], file_bytes=300)),
+        small=("static", Slow([0.00225 * one for one in noise[::-1]], file_bytes=100)),
+    )
+    found = run(Eager().eval(), batch_sizes=[4])
+    assert {row.name: row.status for row in found.report.rows} == {"fp32 eager": "", "large": "picked", "small": "tie"}
+
+
 def test_forms_that_cost_too_much_are_not_picked(makers):
     module = Eager().eval()
     makers(half=("float", Slow(0.004)), moving=("dynamic", Slow(0.001, 0.3)), quick=("float", Slow(0.001, 0.3)),
