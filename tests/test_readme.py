@@ -61,21 +61,22 @@ def folder(run_folder, monkeypatch):
 
 
 def test_snippets_were_found():
-    assert (len(SCRIPTS), len(COMMANDS)) == (12, 21)
+    assert (len(SCRIPTS), len(COMMANDS)) == (13, 21)
     assert [file for _, file, _ in BLOCKS if file] == ["my_module.py", "project.py", "my_ops/add.cpp"]
 
 
 def takes_long(script):
     """It starts processes, or trains for long."""
     return any(
-        part in script for part in ("__main__", "DBNClassifier", "class Yours", "class Density", "class Averager")
+        part in script
+        for part in ("__main__", "DBNClassifier", "class Yours", "class Density", "class Averager", "CachedDecoder")
     )
 
 
 @pytest.mark.parametrize(
     "script",
     [pytest.param(one, marks=[pytest.mark.slow] if takes_long(one) else []) for one in SCRIPTS],
-    ids=lambda text: re.search(r"class (\w+)|$", text)[1] or text.split()[1],
+    ids=lambda text: re.search(r"class (\w+)|$", text)[1] or re.findall(r"import (\w+)", text)[-1],
 )
 def test_script_runs(folder, script):
     if "__main__" in script:  # it starts processes, which run the file again

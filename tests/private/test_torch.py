@@ -177,6 +177,24 @@ def test_compiled_graphs_have_constant_weights():
         torch.testing.assert_close(run(x), expected)
 
 
+def test_inputs_of_unknown_sizes_of_a_program_from_a_file(tmp_path):
+    class Repeats(nn.Module):
+        def forward(self, x):
+            return torch.cat([x, x + 1], 1).transpose(0, 1).reshape(2, -1)
+
+    x = torch.rand(3, 4)
+    program = torch.export.export(Repeats(), (x,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC, 1: None},))
+    torch.export.save(program, tmp_path / "m.pt2")
+    graph = torch.export.load(tmp_path / "m.pt2").module()
+    (node,) = [one for one in graph.graph.nodes if one.op == "placeholder"]
+    values = node.meta["val"].fake_mode.shape_env.backed_var_to_val
+    assert any(not size.is_Symbol for size in values)
+    (found,) = private.traced_inputs(graph)
+    assert found.shape[1] == 4
+    assert not isinstance(found.shape[0], int)
+    assert all(size.is_Symbol for size in values)
+
+
 @pytest.mark.slow
 def test_frozen_weights():
     layer, x = nn.Linear(2, 2).eval(), torch.ones(1, 2)
