@@ -113,9 +113,10 @@ class Pools(Reads):
 class Attention(nn.Module):
     """As written by hand: projections of queries, keys and values for heads that are told apart by reshape."""
 
-    def __init__(self, dim=12, num_heads=3, packed=False, num_shared=None):
+    def __init__(self, dim=12, num_heads=3, packed=False, num_shared=None, repeats=False):
         super().__init__()
         self.shares = num_shared is not None
+        self.repeats = num_heads // num_shared if repeats else 1
         self.num_heads = num_heads
         self.packed = packed
         self.qkv = nn.Linear(dim, 3 * dim) if packed else None
@@ -134,7 +135,9 @@ class Attention(nn.Module):
             heads = -1 if self.shares else self.num_heads
             width = self.head_dim if self.shares else -1
             parts = [one(x).view(rows, steps, heads, width).transpose(1, 2) for one in layers]
-        mixed = nn.functional.scaled_dot_product_attention(*parts, enable_gqa=self.shares)
+        if self.repeats > 1:  # as transformers, where a kernel shares no heads
+            parts[1:] = [one[:, :, None].expand(-1, -1, self.repeats, -1, -1).flatten(1, 2) for one in parts[1:]]
+        mixed = nn.functional.scaled_dot_product_attention(*parts, enable_gqa=self.shares and self.repeats == 1)
         return self.out(mixed.transpose(1, 2).reshape(rows, steps, -1))
 
 

@@ -208,13 +208,21 @@ def _embedding(trace: ChannelTrace, given: Given, out: Tensor) -> list[Dims | No
     return [[*[None] * given["indices"].ndim, features]]
 
 
+def _share_heads(trace: ChannelTrace, query: Labels | None, key: Labels | None) -> Labels | None:
+    """Unite each head of keys and values with the heads of queries that share it, which follow each other."""
+    if query is None or key is None or len(query) % len(key):
+        trace.pin_dims([query, key], f"{trace.where()} shares heads among queries")
+        return query
+    trace.nodes.unite(key[:, None], query.reshape(len(key), -1))
+    return query
+
+
 def _attention(trace: ChannelTrace, given: Given, out: Any) -> list[Dims | None]:
     query, key, value = (trace.of(given[name]) for name in ("query", "key", "value"))
     made = list(value)
     for dim in range(len(made) - 2):
-        if given["query"].shape[dim] != given["value"].shape[dim]:  # several heads of the query share one of the key
-            trace.pin_dims([query[dim], key[dim], value[dim]], f"{trace.where()} shares heads among queries")
-            made[dim] = None
+        if given["query"].shape[dim] != given["value"].shape[dim]:
+            made[dim] = _share_heads(trace, query[dim], trace.unite(key[dim], value[dim], "heads of fixed number"))
             continue
         tied = trace.unite(query[dim], key[dim], "heads of fixed number")
         made[dim] = trace.unite(tied, value[dim], "heads of fixed number")

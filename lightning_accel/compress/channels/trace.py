@@ -25,6 +25,7 @@ Rule = Callable[["ChannelTrace", Given, Any], list[Dims | None]]  # returns the 
 KERNEL = "size of a kernel"
 MULTIPLE = 8  # rows of grouped products start at multiples of 16 bytes, in bfloat16 too
 _HEADS = ("num_heads", "n_heads", "n_head", "heads", "nhead", "num_attention_heads", "num_key_value_heads")
+_PARTS = ("split_size",)  # attributes with the size of parts that a layer's output is cut into
 _IGNORED_OPERATIONS = {"_local_scalar_dense", "equal", "promote_types", "is_same_size", "sym_size", "prim::device"}
 
 
@@ -47,7 +48,10 @@ class ChannelTrace(TorchDispatchMode):
         self.contracted: list[Labels] = []  # nodes that a product sums over
         self.taken: list[Labels] = []  # those of them in parameters: the inputs of layers
         self.grouped: list[Labels] = []  # those with sizes that must be multiples of MULTIPLE
-        self.splits: list[tuple[str, str, Labels]] = []  # module, attribute with the number of groups, one node of each
+        self.splits: list[
+            tuple[str, str, Labels]
+        ] = []  # module, attribute with a number, one node of each that it counts
+        self.repeated: set[int] = set()  # nodes of dimensions that were made by repetition
         self._dims = WeakTensorKeyDictionary()
         self._parameter_storages = {one.untyped_storage().data_ptr() for one in module.parameters()}
         self._module = module
@@ -150,6 +154,11 @@ class ChannelTrace(TorchDispatchMode):
         if attribute is not None:
             self.splits.append((*attribute, rows[:, 0]))
         return self._labels_along(dim, full)
+
+    def count_part(self, nodes: Labels) -> None:
+        """Note which attribute of the module that runs has the size of a part, ``nodes``, of a layer's output."""
+        name, part = self.running[-1]
+        self.splits += [(name, one, nodes) for one in _PARTS if vars(part).get(one) == len(nodes)]
 
     def _labels_along(self, dim: int, full: Labels) -> Dims:
         labels = np.moveaxis(full, dim, 0).reshape(full.shape[dim], -1)[:, 0]

@@ -28,6 +28,9 @@ def _view_block(trace: ChannelTrace, before: Any, dims: Dims, after: tuple[int, 
         return [None] * len(after)
     if len(known) > 1:  # those that stay anyway fold as dimensions without channels
         known = {number: nodes for number, nodes in known.items() if not trace.nodes.is_pinned(nodes)}
+    if len(known) > 1:  # keys and values that are repeated for several heads of queries
+        repeated = [number for number, nodes in known.items() if trace.repeated.issuperset(nodes.tolist())]
+        trace.pin_dims([known.pop(number) for number in repeated], f"{trace.where()} repeats it")
     if len(known) != 1:
         trace.pin_dims(dims, f"{trace.where()} folds it into another dimension")
         return [None] * len(after)
@@ -91,7 +94,9 @@ def _expand(trace: ChannelTrace, given: Given, out: Tensor) -> list[Dims | None]
         else:  # repeated, as often as the code asks for
             if back <= tensor.ndim:
                 trace.pin_dims([dims[-back]], f"{trace.where()} broadcasts it")
-            made.append(trace.nodes.make(out.shape[-back]))
+            repeated = trace.nodes.make(out.shape[-back])
+            trace.repeated.update(repeated.tolist())
+            made.append(repeated)
     return [made]
 
 
@@ -143,6 +148,7 @@ def _split(trace: ChannelTrace, given: Given, out: Any) -> list[Dims | None]:
         elif len(set(sizes)) == 1:
             for part in cut[1:]:
                 trace.nodes.unite(cut[0], part)
+            trace.count_part(cut[0])
             parts = [*cut]
         else:
             trace.nodes.pin(nodes, f"{trace.where()} cuts it at fixed places")

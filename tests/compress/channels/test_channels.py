@@ -43,6 +43,19 @@ class Conv1D(nn.Module):
         return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.size()[:-1], self.nf)
 
 
+class CutsBySize(nn.Module):
+    """Cuts what one layer makes into parts whose size is an attribute, as GPT-2 does its queries, keys and values."""
+
+    def __init__(self):
+        super().__init__()
+        self.split_size = 12
+        self.packed, self.out = nn.Linear(12, 36), nn.Linear(12, 3)
+
+    def forward(self, x):
+        first, second, third = self.packed(x).split(self.split_size, dim=2)
+        return self.out(first * second.sigmoid() + third)
+
+
 class Propagates(nn.Module):
     """Add the features of neighbours, of all heads as in the attention of GAT, or as in GCN."""
 
@@ -112,8 +125,10 @@ CASES = {
     "attention, heads shared": (
         lambda: nn.Sequential(Attention(12, 4, num_shared=2), nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 2)),
         TOKENS,
-        [12, 16],
+        [2, 12, 16],
     ),
+    "attention, heads repeated": (lambda: Attention(12, 6, num_shared=3, repeats=True), TOKENS, [3]),
+    "attention, cut by an attribute": (CutsBySize, TOKENS, [12]),
     "linear layers of transformers": (lambda: nn.Sequential(Conv1D(216, 9), nn.ReLU(), Conv1D(9, 4)), FLAT, [9]),
     "attention, packed": (lambda: Attention(12, 2, packed=True), TOKENS, [2]),
     "block": (lambda: TransformerBlock(12, 3, FeedForward(12, 16)), TOKENS, [3, 16]),
