@@ -52,7 +52,9 @@ class Pruning(L.Callback):
     Args:
         sparsity: final share of zeros, of weights or of channels; by default 0.9, or as N:M implies.
         structure: ``"unstructured"``; ``"2:4"`` or another N:M, which keeps N of M neighbours along a layer's input;
-            ``"channel"``, which removes whole channels.
+            ``"channel"``, which removes whole channels, without any change of what the module computes but that these
+            are zero; ``"width"``, which also removes those that are normalized over, such as those of a transformer's
+            residual stream: outputs change at the removal, so let the run train on for long.
         criterion: importance of a weight: ``"magnitude"``, or a function of a parameter's name and value (the shard on
             the process) that returns scores of that shape, of which the lowest are pruned.
         scope: prune equal shares of each ``"layer"``; or the lowest scores of all (``"global"``); or larger shares of
@@ -98,13 +100,14 @@ class Pruning(L.Callback):
         round_to: int = 1,
     ) -> None:
         super().__init__()
-        if structure != "channel" and (module is not None or round_to != 1):
+        self.removes_channels = structure in ("channel", "width")
+        if not self.removes_channels and (module is not None or round_to != 1):
             raise ValueError(
                 f"module and round_to are about channels that are removed: give structure='channel'; got {structure!r}"
             )
         if round_to < 1:
             raise ValueError(f"round_to must be at least 1 channel; got {round_to}")
-        pattern = None if structure == "channel" else parse_structure(structure)
+        pattern = None if self.removes_channels else parse_structure(structure)
         self.target = require_sparsity(sparsity, pattern)
         require_one_of("scope", scope, get_args(Scope))
         require_one_of("schedule", schedule, get_args(ScheduleName))
@@ -182,7 +185,7 @@ class Pruning(L.Callback):
             states[self.state_key] = states.pop(found[0])
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if self.structure == "channel":
+        if self.removes_channels:
             # a public method, since there is no hook between reading the checkpoint and loading its weights
             trainer.strategy.load_model_state_dict = partial(self._load_rebuilt, trainer)  # type: ignore[method-assign]
         if stage != "fit":
@@ -199,10 +202,16 @@ class Pruning(L.Callback):
         defer_best_checkpoints(trainer)
 
     def _make_structure(self) -> MaskStructure | ChannelStructure:
-        if self.structure == "channel":
+        if self.removes_channels:
             scope: Literal["layer", "global"] = "global" if self.scope == "global" else "layer"
             return ChannelStructure(
-                self.criterion, scope, self.exclude, self.target, module=self.module, round_to=self.round_to
+                self.criterion,
+                scope,
+                self.exclude,
+                self.target,
+                module=self.module,
+                round_to=self.round_to,
+                exact=self.structure == "channel",
             )
         return MaskStructure(self.structure, self.criterion, self.scope, self.exclude, self.target)
 
@@ -319,7 +328,7 @@ class Pruning(L.Callback):
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         with failures_as_warnings("Pruning could not tell what is left of each layer"):
             rank_zero_info(_format_table(self.report_rows()))
-        if self.structure == "channel" and self.is_final_phase:
+        if self.removes_channels and self.is_final_phase:
             rank_zero_info(
                 "checkpoints hold the smaller module; outside of this Trainer load them with "
                 f"lightning_accel.compress.load_pruned({type(pl_module).__name__}(...), path)"

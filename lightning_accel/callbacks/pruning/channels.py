@@ -28,10 +28,10 @@ from lightning_accel.strategies.data_parallel import DataParallelStrategy
 class ChannelStructure:
     """Set the weights of whole channels to zero and finally remove them, shrinking the module and its optimizers.
 
-    Once the target sparsity is reached, parameters of the live module are replaced by smaller ones of the same names
-    and order; optimizers keep the moments of the remaining entries, and a strategy that wraps the module wraps it
-    again. This does not change what the module computes. Every layer loses the same share of its channels, even with
-    ``scope="erk"``, which is a rule for single weights.
+    Once the target sparsity is reached, parameters of the live module are replaced by smaller ones of the same
+    names and order; optimizers keep the moments of the remaining entries, and a strategy that wraps the module
+    wraps it again. This does not change what the module computes, unless the channels are normalized over. Every
+    layer loses the same share of its channels, even with ``scope="erk"``, which is a rule for single weights.
 
     Args:
         criterion: as that of :class:`~lightning_accel.callbacks.Pruning`, like all that follow.
@@ -40,6 +40,7 @@ class ChannelStructure:
         target: final share of the channels to remove.
         module: name of the submodule whose channels are removed; by default the one that ``validation_step`` calls.
         round_to: round the number of channels that each layer keeps up to a multiple of this.
+        exact: whether channels that are normalized over stay.
     """
 
     def __init__(
@@ -51,10 +52,12 @@ class ChannelStructure:
         *,
         module: str | None = None,
         round_to: int = 1,
+        exact: bool = True,
     ) -> None:
         self.criterion, self.scope, self.exclude, self.target = criterion, scope, exclude, target
         self.module = module
         self.round_to = round_to
+        self.exact = exact
         self.groups: ChannelGroups | None = None  # None once the channels are removed
         self.removed: dict[str, list[int]] = {}  # channels held at zero, or removed, by layer name
         self.plan = ChannelPlan()
@@ -195,7 +198,7 @@ class ChannelStructure:
         found = find_deployed(made, _loader(trainer), self.module, datamodule=datamodule)
         try:
             exclude = _excluded_within(made, self.exclude, found.name)
-            groups = find_channel_groups(found.module, *found.inputs[0], exclude=exclude)
+            groups = find_channel_groups(found.module, *found.inputs[0], exclude=exclude, exact=self.exact)
         except TypeError as error:
             raise TypeError(f"{error}. Pruning(module=...) names another") from error
         return groups.prefixed(found.name)

@@ -33,6 +33,7 @@ class ChannelLayer:
     slices: dict[tuple[str, int], Labels]  # by name of a parameter or buffer, and dimension
     made_by: tuple[str, ...]  # parameters that output the channels, in contrast to those that take them as input
     multiple: int = 1  # of which the number of channels that are left must be one
+    exact: bool = True  # whether removal changes nothing else than setting the channels to zero does
 
     def __len__(self) -> int:
         return len(next(iter(self.slices.values())))
@@ -100,6 +101,7 @@ def find_channel_groups(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     exclude: Sequence[str | type[nn.Module]] = (),
+    exact: bool = True,
 ) -> ChannelGroups:
     """Find the channels of ``module`` that can be removed, each with the slices of all parameters that belong to it.
 
@@ -116,6 +118,8 @@ def find_channel_groups(
         kwargs: keyword arguments of the call.
         exclude: names or globs of parameters or modules, or classes of modules or their names, whose output channels
             are kept.
+        exact: whether to leave out channels that are normalized over, such as those of a transformer's residual
+            stream. Their removal changes the statistics of the norms, and so the outputs; train the module afterwards.
 
     Raises:
         TypeError: if the module cannot be copied or run on the CPU, or outputs no tensor.
@@ -123,7 +127,7 @@ def find_channel_groups(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         small, args, kwargs = _copy(module, args, kwargs or {})
-        trace = ChannelTrace(small, find_rule)
+        trace = ChannelTrace(small, find_rule, exact)
         try:
             with trace.watch():
                 output = small(*args, **kwargs)
@@ -182,7 +186,9 @@ def _collect(trace: ChannelTrace, module: nn.Module, exclude: Sequence[str | typ
     consumed = set(np.unique(nodes.roots(contracted)).tolist())
     roots = {place: nodes.roots(own) for place, own in trace.own.items()}
     excluded = _excluded_roots(trace, module, exclude, taken)
-    multiples = set(nodes.roots(np.concatenate([*trace.grouped, nothing])).tolist())
+    multiples, normalized = (
+        set(nodes.roots(np.concatenate([*one, nothing])).tolist()) for one in (trace.grouped, trace.normalized)
+    )
     places: dict[int, dict[tuple[str, int], list[int]]] = {}
     for place, of_place in roots.items():
         for index, root in enumerate(of_place.tolist()):
@@ -202,7 +208,8 @@ def _collect(trace: ChannelTrace, module: nn.Module, exclude: Sequence[str | typ
             continue
         name = _unique_name(made_by[0].rpartition(".")[0], layers)
         rows = {place: np.array([places[root][place] for root in members]) for place, _ in key}
-        layers.append(ChannelLayer(name, rows, made_by, MULTIPLE if multiples.intersection(members) else 1))
+        multiple = MULTIPLE if multiples.intersection(members) else 1
+        layers.append(ChannelLayer(name, rows, made_by, multiple, exact=not normalized.intersection(members)))
         layer_of.update({root: (name, number) for number, root in enumerate(members)})
     reasons |= dict.fromkeys(excluded, "excluded")
     return ChannelGroups(layers, _left_out(module, roots, makes, layers, reasons), _counters(trace, layer_of))
@@ -259,7 +266,8 @@ def _counters(trace: ChannelTrace, layer_of: dict[int, tuple[str, int]]) -> list
 def _drop_failures(module: nn.Module, found: ChannelGroups, args: Any, kwargs: Any) -> ChannelGroups:
     """Return ``found`` without the layers for which a trial removal of channels fails."""
     trial = _Trial(module, args, kwargs)
-    if trial.failure(found, found.layers) is None:
+    exact = [layer for layer in found.layers if layer.exact]
+    if trial.failure(found, found.layers) is None and (exact == found.layers or trial.failure(found, exact) is None):
         return found
     failures = {layer.name: trial.failure(found, [layer]) for layer in found.layers}
     left = [layer for layer in found.layers if failures[layer.name] is None]
@@ -300,6 +308,8 @@ class _Trial:
         for expected, output in zip(self._run(whole), outputs, strict=True):
             if expected.shape != output.shape:
                 return f"the output of the smaller module is {list(output.shape)}, not {list(expected.shape)}"
+            if not all(layer.exact for layer in layers):
+                continue
             wide = expected.double()
             largest = wide[wide.isfinite()].abs().max() if wide.isfinite().any() else wide.new_zeros(())
             if not torch.allclose(output.double(), wide, rtol=_CLOSE, atol=_CLOSE * float(largest), equal_nan=True):

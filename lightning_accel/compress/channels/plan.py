@@ -30,7 +30,9 @@ class ChannelPlan:
 
     kept: dict[str, Kept] = field(default_factory=dict)  # by name of the parameter or buffer
     shapes: dict[str, list[int]] = field(default_factory=dict)  # of each in ``kept``, before the removal
-    attributes: dict[str, dict[str, int]] = field(default_factory=dict)  # by name of the module, after the removal
+    attributes: dict[str, dict[str, int | tuple[int, ...]]] = field(
+        default_factory=dict
+    )  # by name of the module, after the removal
 
     def __bool__(self) -> bool:
         return bool(self.kept)
@@ -88,7 +90,9 @@ def make_channel_plan(
     return plan
 
 
-def _size_attributes(owner: nn.Module, shapes: dict[str, list[int]], known: Mapping[str, int]) -> dict[str, int]:
+def _size_attributes(
+    owner: nn.Module, shapes: dict[str, list[int]], known: Mapping[str, Any]
+) -> dict[str, int | tuple[int, ...]]:
     """Return the size attributes of a module of torch, or of this library, for the given shapes of its parameters."""
     weight = shapes.get("weight", [])
     if isinstance(owner, nn.Linear) and weight:
@@ -102,6 +106,8 @@ def _size_attributes(owner: nn.Module, shapes: dict[str, list[int]], known: Mapp
         return {first: weight[0], second: weight[1] * groups}
     if isinstance(owner, NormBase) and (size := weight or shapes.get("running_mean")):
         return {"num_features": size[0]}
+    if isinstance(owner, nn.LayerNorm | nn.RMSNorm) and weight:
+        return {"normalized_shape": tuple(weight)}
     if isinstance(owner, nn.GroupNorm) and weight:
         return {"num_channels": weight[0]}
     if isinstance(owner, nn.Embedding) and weight:
@@ -109,7 +115,9 @@ def _size_attributes(owner: nn.Module, shapes: dict[str, list[int]], known: Mapp
     if isinstance(owner, nn.PReLU) and weight:
         return {"num_parameters": weight[0]}
     if isinstance(owner, nn.RNNBase):
-        sizes = {"input_size": shapes["weight_ih_l0"][1]} if "weight_ih_l0" in shapes else {}
+        sizes: dict[str, int | tuple[int, ...]] = (
+            {"input_size": shapes["weight_ih_l0"][1]} if "weight_ih_l0" in shapes else {}
+        )
         return sizes | ({"hidden_size": shapes["weight_hh_l0"][1]} if "weight_hh_l0" in shapes else {})
     if isinstance(owner, nn.RNNCellBase) and "weight_ih" in shapes:
         gates = owner.weight_ih.shape[0] // owner.hidden_size

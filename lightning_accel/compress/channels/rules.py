@@ -161,9 +161,25 @@ def _group_norm(trace: ChannelTrace, given: Given, out: Any) -> list[Dims | None
 def _layer_norm(trace: ChannelTrace, given: Given, out: Any) -> list[Dims | None]:
     dims, over = list(trace.of(given["input"])), len(given["normalized_shape"])
     reason = f"{trace.where()} normalises over it, so that the rest would change"
+    if not trace.exact and over == 1 and dims[-1] is not None:
+        trace.normalized.append(dims[-1])
+        for one in (given.get("weight"), given.get("bias")):
+            if one is not None:
+                trace.unite(dims[-1], trace.of(one)[0], reason)
+        return [dims]
     trace.pin_dims(dims[-over:], reason)
     trace.pin([given.get("weight"), given.get("bias")], reason)
     return [dims]
+
+
+def _mean(trace: ChannelTrace, given: Given, out: Any) -> list[Dims | None]:
+    """Follow a mean, which RMSNorm takes over the last dimension, that of torch and those written by hand."""
+    tensor, dims = given["self"], trace.of(given["self"])
+    is_last = [one % tensor.ndim for one in given.get("dim") or ()] == [tensor.ndim - 1]
+    if not trace.exact and is_last and given.get("keepdim") and dims[-1] is not None:
+        trace.normalized.append(dims[-1])
+        return [[*dims[:-1], None]]
+    return _reduce(trace, given, out)
 
 
 def _reduce(trace: ChannelTrace, given: Given, out: Any) -> list[Dims | None]:
@@ -253,8 +269,9 @@ RULES: dict[str, Rule] = {
     "native_group_norm": _group_norm,
     "native_layer_norm": _layer_norm,
     "_fused_rms_norm": _layer_norm,
+    "mean": _mean,
     **dict.fromkeys(
-        ("mean", "sum", "amax", "amin", "max", "min", "argmax", "argmin", "logsumexp", "prod", "var", "std", "var_mean",
+        ("sum", "amax", "amin", "max", "min", "argmax", "argmin", "logsumexp", "prod", "var", "std", "var_mean",
          "linalg_vector_norm", "norm", "median"),
         _reduce,
     ),

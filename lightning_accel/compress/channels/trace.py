@@ -38,11 +38,14 @@ class ChannelTrace(TorchDispatchMode):
     Args:
         module: module to run.
         find_rule: function that returns the rule of an operation, or None.
+        exact: whether normalizations over channels keep them from removal.
     """
 
-    def __init__(self, module: nn.Module, find_rule: Callable[[Any], Rule | None]) -> None:
+    def __init__(self, module: nn.Module, find_rule: Callable[[Any], Rule | None], exact: bool = True) -> None:
         super().__init__()
         self._rule_of = find_rule
+        self.exact = exact
+        self.normalized: list[Labels] = []  # nodes that are normalized over, without ``exact``
         self.nodes = _Nodes()
         self.own: dict[tuple[str, int], Labels] = {}  # nodes of parameters and buffers, by name and dimension
         self.contracted: list[Labels] = []  # nodes that a product sums over

@@ -11,6 +11,7 @@ import torch
 
 ROUNDS = 11
 CONFIDENCE = 0.98
+_MIN_CALLS, _LONG = 3, 0.5  # of a block: number of calls, which may be fewer from this many seconds on
 # Two copies of the same program differ by as much within one process, depending on where their buffers lie in memory
 TIE = 1.03
 
@@ -100,7 +101,7 @@ class Stopwatch:
         filled with other data, is discarded unless it is the only one.
 
         Args:
-            seconds: total time per function; each block has at least one call.
+            seconds: total time per function; each block has at least 3 calls, or half a second.
             rounds: number of rounds to add.
             names: functions to measure; by default all.
         """
@@ -122,7 +123,7 @@ def measure_latency(
 
     Args:
         calls: functions without arguments, by name.
-        seconds: total time per function; each block has at least one call.
+        seconds: total time per function; each block has at least 3 calls, or half a second.
         rounds: blocks per function.
         warmup: untimed calls of each function, in which compilers run.
 
@@ -140,14 +141,19 @@ def _time_block(call: Callable[[], object], seconds: float) -> list[float]:
     ``torch.utils.benchmark.Timer`` times whole blocks, which hides the tail of single calls.
     """
     times: list[float] = []
-    end = time.perf_counter() + seconds
-    while not times or time.perf_counter() < end:
+    begin = time.perf_counter()
+    while _is_too_short(time.perf_counter() - begin, len(times), seconds):
         _synchronize()
         start = time.perf_counter()
         call()
         _synchronize()
         times.append(1e3 * (time.perf_counter() - start))
     return times[1:] or times
+
+
+def _is_too_short(taken: float, num_calls: int, seconds: float) -> bool:
+    """Return whether a block goes on: a single call finds the caches filled with the data of other forms."""
+    return not num_calls or taken < seconds or (num_calls < _MIN_CALLS and taken < _LONG)
 
 
 def _latency(blocks: list[list[float]]) -> Latency:

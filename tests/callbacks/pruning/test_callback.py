@@ -428,7 +428,7 @@ def test_shares_of_a_run_of_one_step_are_a_step():
     ("options", "message"),
     [
         ({"sparsity": 1.5}, r"share in \[0, 1\).*got 1.5"),
-        ({"structure": "half"}, "structure must be 'unstructured', 'channel', or 'N:M'"),
+        ({"structure": "half"}, "structure must be 'unstructured', 'channel', 'width', or 'N:M'"),
         ({"structure": "2:4", "sparsity": 0.9}, "0.5 are pruned; got a sparsity of 0.9"),
         ({"module": "net"}, "structure='channel'; got 'unstructured'"),
         ({"structure": "channel", "round_to": 0}, "round_to must be at least 1 channel; got 0"),

@@ -15,6 +15,7 @@ from lightning_accel.compress import load_pruned
 from lightning_accel.models import Experts, RecurrentLayers
 from tests.callbacks.resume.test_exact_resume import SaveAt
 from tests.ranks import run_ranks
+from tests.zoo import ZOO
 
 GENERATOR = torch.Generator().manual_seed(3)
 IMAGES = TensorDataset(torch.randn(24, 2, 6, 6, generator=GENERATOR), torch.arange(24) % 3)
@@ -345,3 +346,20 @@ def test_what_cannot_work_is_refused():
 
     with pytest.raises(TypeError, match="needs a validation_step"):
         fit(Silent())
+
+
+def test_width_of_a_residual_stream(tmp_path):
+    """Halving a Llama's channels leaves a third of it, its residual stream a half as wide; the checkpoint has all."""
+    pytest.importorskip("transformers")
+    module, options = ZOO["llama"].make(), {"schedule": "one_shot", "begin": 1}
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=3, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[Pruning(0.5, structure="width", **options)],
+    )  # fmt: skip
+    trainer.fit(module, ZOO["llama"].loader(), ZOO["llama"].loader(4))
+    assert module.model.model.embed_tokens.weight.shape[1] == 8
+    trainer.save_checkpoint(tmp_path / "m.ckpt")
+    loaded, call = load_pruned(ZOO["llama"].make(), tmp_path / "m.ckpt"), next(iter(ZOO["llama"].loader()))
+    loaded.eval(), module.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(**call).logits, module(**call).logits, rtol=0, atol=0)

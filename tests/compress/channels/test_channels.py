@@ -167,6 +167,48 @@ def test_a_smaller_module_computes_what_the_whole_does_with_channels_at_zero(nam
     torch.testing.assert_close(first(small(x)), first(module(x)), rtol=1e-9, atol=1e-9)
 
 
+class HandWrittenRMSNorm(nn.Module):
+    """As in transformers."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(width) + 0.5)
+
+    def forward(self, x):
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+class Residual(nn.Module):
+    def __init__(self, norm, width=8, inner=6):
+        super().__init__()
+        self.embedding = nn.Embedding(5, width)
+        self.norms = nn.ModuleList([norm(width), norm(width)])
+        self.up, self.down, self.head = nn.Linear(width, inner), nn.Linear(inner, width), nn.Linear(width, 3)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        x = x + self.down(self.up(self.norms[0](x)).relu())
+        return self.head(self.norms[1](x))
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm, HandWrittenRMSNorm])
+def test_channels_that_are_normalized_over_go_where_it_need_not_be_exact(norm):
+    """Then the module computes what one does that was made with that width."""
+    module, x = Residual(norm).double(), torch.arange(5).view(1, 5)
+    nn.init.normal_(module.norms[0].weight)
+    assert [(layer.name, layer.exact) for layer in find_channel_groups(module, (x,)).layers] == [("up", True)]
+    groups = find_channel_groups(module, (x,), exact=False)
+    assert {layer.name: (len(layer), layer.exact) for layer in groups.layers} == {
+        "embedding": (8, False),
+        "up": (6, True),
+    }
+    apply_plan_(module, groups.plan(module, {"embedding": [0, 3, 4], "up": [5]}))
+    made = Residual(norm, width=5, inner=5).double()
+    made.load_state_dict(module.state_dict())
+    torch.testing.assert_close(module(x), made(x), rtol=1e-9, atol=1e-9)
+    assert str(module) == str(made)
+
+
 def test_grouped_products_keep_multiples_of_16_bytes():
     module, x = FusedExperts(), torch.randn(2, 5, 8)
     groups = find_channel_groups(module, (x,))

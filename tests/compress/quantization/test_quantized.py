@@ -391,10 +391,10 @@ def test_what_is_too_close_to_call_is_a_tie(makers):
 
 
 def test_a_tie_of_a_much_slower_median_is_not_picked_for_its_size(makers):
-    noise = [1.0, 1.5, 0.7, 1.0, 1.3]
+    noise = [factor for factor in (3.0, 0.5, 3.0, 0.5, 1.0) for _ in range(3)]  # of the calls of a block
     makers(
         large=("static", Slow([0.002 * one for one in noise], file_bytes=300)),
-        small=("static", Slow([0.00225 * one for one in noise[::-1]], file_bytes=100)),
+        small=("static", Slow([0.00225 * one for one in noise[3:] + noise[:3]], file_bytes=100)),
     )
     found = run(Eager().eval(), batch_sizes=[4])
     assert {row.name: row.status for row in found.report.rows} == {"fp32 eager": "", "large": "picked", "small": "tie"}

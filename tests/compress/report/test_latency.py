@@ -35,10 +35,11 @@ def test_medians_and_tails_are_of_single_calls(clock):
         clock.now += 0.03 if next(slow) % 8 == 7 else 0.001
 
     latencies = measure_latency({"even": even, "mixed": now_and_then}, seconds=0, rounds=24, warmup=0)
-    assert latencies["even"].num_calls == latencies["mixed"].num_calls == len(latencies["mixed"].rounds_ms) == 24
+    assert latencies["even"].num_calls == latencies["mixed"].num_calls == 48  # the first of 3 in a block is left out
+    assert len(latencies["mixed"].rounds_ms) == 24
     assert latencies["even"][:2] == pytest.approx((10, 10))
     assert latencies["mixed"][:2] == pytest.approx((1, 30))
-    assert sum(taken > 20 for taken in latencies["mixed"].rounds_ms) == 3
+    assert sum(taken > 10 for taken in latencies["mixed"].rounds_ms) == 6
 
 
 def test_blocks_of_one_call_in_a_row_take_turns(clock):
