@@ -113,8 +113,8 @@ def parse_structure(structure: str) -> tuple[int, int] | None:
     match = re.fullmatch(r"(\d+):(\d+)", structure)
     if match is None or not 0 < int(match[1]) < int(match[2]):
         raise ValueError(
-            "structure must be 'unstructured', 'channel', 'width', or 'N:M' with 0 < N < M, such as '2:4', of which N of "
-            f"M neighbours are kept; got {structure!r}"
+            "structure must be 'unstructured', 'channel', 'width', or 'N:M' with 0 < N < M, such as '2:4', of which N "
+            f"of M neighbours are kept; got {structure!r}"
         )
     return int(match[1]), int(match[2])
 
