@@ -105,7 +105,8 @@ class ChannelStructure:
             raise ValueError(
                 f"round_to={self.round_to} lets no channel go at a target of {self.target}; the layers have "
                 f"{', '.join(map(str, self._sizes.values()))}, and keep multiples of "
-                f"{', '.join(map(str, self._multiples.values()))}. Lower it, or raise the target"
+                f"{', '.join(map(str, self._multiples.values()))}. Lower round_to, or raise the target; where it "
+                "is 1, fused experts need the multiples"
             )
 
     def prune_to(self, trainer: L.Trainer, pl_module: L.LightningModule, sparsity: float) -> None:

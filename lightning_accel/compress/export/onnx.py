@@ -35,7 +35,7 @@ def to_onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[s
     )
     try:
         made = write()
-    except PassError:  # onnxscript folds no split into single slices, and fails at one; runtimes optimize themselves
+    except PassError:  # onnxscript cannot fold a split into parts of computed sizes; runtimes optimize themselves
         made = write(optimize=False)
     assert made is not None
     return made
