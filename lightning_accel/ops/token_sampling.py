@@ -14,7 +14,12 @@ def draw_tokens(
         temperature: divides the scores; 0 takes the most probable token.
         sample_from: draw from this many of the most probable tokens; 0 for all.
         generator: random number generator.
+
+    Raises:
+        ValueError: if ``temperature`` is negative or NaN.
     """
+    if not temperature >= 0:
+        raise ValueError(f"temperature must be at least 0; got {temperature}")
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     if 0 < sample_from < logits.shape[1]:

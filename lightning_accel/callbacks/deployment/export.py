@@ -126,6 +126,8 @@ class Export(L.Callback):
             raise ValueError(
                 "a file that continues texts takes tokens and gives scores: leave preprocess and postprocess"
             )
+        if max_length is not None and not dynamic:
+            raise ValueError("a file that continues texts is called with prompts and single tokens: leave dynamic=True")
         self.exports_on: set[TrainerFn] = {TrainerFn.FITTING}  # the command line adds VALIDATING
         self.exported: Exported | None = None
         self.report: Report | None = None
@@ -160,11 +162,13 @@ class Export(L.Callback):
             deployed = self._with_cache(deployed)
             inputs = deployed.inputs if raw is None else [raw.from_call(call) for call in deployed.inputs]
             specs = try_export(deployed.module, inputs, format, dynamic=self.dynamic, **options)
-        except (TypeError, ExportError) as error:
+        except (TypeError, ValueError, ExportError) as error:
             own = sum(one.numel() for one in deployed.module.parameters())
             parts = [name for name, one in deployed.module.named_children()
                      if 2 * sum(value.numel() for value in one.parameters()) > own]  # fmt: skip
             prefix = f"{deployed.name}." if deployed.name else ""
+            if self.max_length is not None and not isinstance(deployed.module, L.LightningModule):
+                parts = []  # of a language model, none is one
             hint = f". Export(module={prefix + parts[0]!r}) would export the part with most parameters" if parts else ""
             raise type(error)(f"Export would fail at the end of the run: {error}{hint}") from error
         fixed = [one["name"] for one in specs if one["dtype"].startswith("int") and _is_fixed_length(one["shape"])]

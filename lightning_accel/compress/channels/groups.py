@@ -3,7 +3,7 @@
 import copy
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -58,11 +58,11 @@ class ChannelGroups:
         if not prefix:
             return self
         layers = [
-            ChannelLayer(
-                f"{prefix}.{layer.name}",
-                {(f"{prefix}.{name}", dim): rows for (name, dim), rows in layer.slices.items()},
-                tuple(f"{prefix}.{name}" for name in layer.made_by),
-                layer.multiple,
+            replace(
+                layer,
+                name=f"{prefix}.{layer.name}",
+                slices={(f"{prefix}.{name}", dim): rows for (name, dim), rows in layer.slices.items()},
+                made_by=tuple(f"{prefix}.{name}" for name in layer.made_by),
             )
             for layer in self.layers
         ]

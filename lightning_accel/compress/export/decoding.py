@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_accel.compress.calls import Inputs
+from lightning_accel.compress.calls import Inputs, first_line
+from lightning_accel.compress.export.writing import difference_of, tolerance_of
 from lightning_accel.ops.evaluation import evaluating
 from lightning_accel.ops.extras import require_module
-
-_MAX_DIFFERENCE = 1e-3  # of logits with and without a cache, as a share of the largest
 
 
 class Decoded(NamedTuple):
@@ -39,7 +38,7 @@ class CachedDecoder(nn.Module):
 
     Raises:
         TypeError: if ``model`` is of another kind.
-        ValueError: if ``max_length`` is less than 2, or more than the model has positions for.
+        ValueError: if ``max_length`` is less than 3, or more than the model has positions for.
 
     >>> from lightning_accel.models import MoELanguageModel
     >>> model = MoELanguageModel(vocab_size=9, dim=8, num_layers=2, num_heads=2).eval()
@@ -53,8 +52,8 @@ class CachedDecoder(nn.Module):
         super().__init__()
         self.model = model
         self.max_length = max_length
-        if max_length < 2:
-            raise ValueError(f"max_length must be at least 2, a token and the one that follows it; got {max_length}")
+        if max_length < 3:
+            raise ValueError(f"max_length must be at least 3, two tokens and one that follows; got {max_length}")
         self.parameters_of_forward = set(inspect.signature(model.forward).parameters)
         self.is_of_transformers = {"past_key_values", "use_cache"} <= self.parameters_of_forward
         if not self.is_of_transformers and "caches" not in self.parameters_of_forward:
@@ -107,25 +106,40 @@ class CachedDecoder(nn.Module):
             )
         name = type(self.model).__name__
         with evaluating(self):
-            sizes, dtype = self._sizes(tokens)
-            number, heads, features = sizes
-            empty = tokens.new_zeros(len(tokens), number, heads, self.max_length, features, dtype=dtype)
-            prompt: Inputs = (tokens, empty, empty.clone(), torch.tensor(0, device=tokens.device)), {}
-            decoded = self(*prompt[0])
-            keys, values = (empty.clone() for _ in range(2))
-            keys[..., : tokens.shape[1], :], values[..., : tokens.shape[1], :] = decoded.new_keys, decoded.new_values
-            following = decoded.logits.argmax(-1, keepdim=True)
-            step: Inputs = (following, keys, values, torch.tensor(tokens.shape[1], device=tokens.device)), {}
-            whole = torch.cat([tokens, following], 1)
-            for (args, _), all_tokens in ((prompt, tokens), (step, whole)):
-                expected = self._logits(all_tokens)
-                difference = float((self(*args).logits - expected).abs().max() / expected.abs().max())
-                if not difference <= _MAX_DIFFERENCE:
-                    raise TypeError(
-                        f"with a cache of fixed length, logits of {name} differ by {difference:.2g} of the largest. "
-                        "Export it without max_length"
-                    )
-        return [prompt, step]
+            try:
+                calls, pairs = self._try_calls(tokens)
+            except Exception as error:  # whatever a foreign model raises
+                raise TypeError(
+                    f"{name} does not run with a cache of fixed length, an argument: {first_line(error)}. Export it "
+                    "without max_length"
+                ) from error
+        for found, expected in pairs:
+            difference = difference_of(found, expected)
+            if not difference <= tolerance_of(expected.dtype):
+                raise TypeError(
+                    f"with a cache of fixed length, logits of {name} differ by {difference:.2g} of the largest, at "
+                    "texts of other lengths perhaps, on which its positions depend. Export it without max_length"
+                )
+        return calls
+
+    def _try_calls(self, tokens: Tensor) -> tuple[list[Inputs], list[tuple[Tensor, Tensor]]]:
+        """Return calls, and logits with and without a cache: of a prompt, with a further token, of the longest text."""
+        count, length = tokens.shape
+        (number, heads, features), dtype = self._sizes(tokens)
+        empty = tokens.new_zeros(count, number, heads, self.max_length, features, dtype=dtype)
+        prompt: Inputs = (tokens, empty, empty.clone(), torch.tensor(0, device=tokens.device)), {}
+        decoded = self(*prompt[0])
+        keys, values = (empty.clone() for _ in range(2))
+        keys[..., :length, :], values[..., :length, :] = decoded.new_keys, decoded.new_values
+        following, position = decoded.logits.argmax(-1, keepdim=True), torch.tensor(length, device=tokens.device)
+        step: Inputs = (following, keys, values, position), {}
+        longest = tokens.repeat(1, self.max_length // length + 1)[:, : self.max_length]
+        pairs = [
+            (decoded.logits, self._logits(tokens)),
+            (self(*step[0]).logits, self._logits(torch.cat([tokens, following], 1))),
+            (self(longest[:, length:], keys, values, position).logits, self._logits(longest)),
+        ]
+        return [prompt, step], pairs
 
     def _sizes(self, tokens: Tensor) -> tuple[tuple[int, int, int], torch.dtype]:
         """Return L, M and F, and the dtype of keys and values."""
@@ -138,8 +152,7 @@ class CachedDecoder(nn.Module):
         found: list[Any] = [getattr(layer, which, None) for layer in layers for which in ("keys", "values")]
         if not found or not all(isinstance(one, Tensor) and one.shape == found[0].shape for one in found):
             raise TypeError(
-                f"{type(self.model).__name__} keeps something else than keys and values of one shape in all layers. "
-                "Export it without max_length"
+                f"{type(self.model).__name__} keeps something else than keys and values of one shape in all layers"
             )
         return (len(layers), found[0].shape[1], found[0].shape[3]), found[0].dtype
 

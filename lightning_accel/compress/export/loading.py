@@ -116,7 +116,12 @@ class Compressed:
                 "CachedDecoder of the model, or give Export a max_length"
             )
         length = shapes["keys"][3]
-        if tokens.dim() != 2 or not 1 <= tokens.shape[1] <= length - max_new_tokens:
+        if tokens.dim() != 2 or tokens.shape[1] < 1 or max_new_tokens < 0:
+            raise ValueError(
+                f"need prompts (B, T) of at least one token, to be continued by 0 tokens or more; got "
+                f"{tuple(tokens.shape)} and {max_new_tokens}"
+            )
+        if tokens.shape[1] > length - max_new_tokens:
             raise ValueError(
                 f"{self.path} takes texts of up to {length} tokens; got prompts (B, T) {tuple(tokens.shape)} to be "
                 f"continued by {max_new_tokens}. Export with a larger max_length"

@@ -89,8 +89,9 @@ def export(
 
     The file is written under a temporary name, loaded, and compared with the module on each of ``inputs`` and on 1 and
     an odd number of their samples; then it is renamed. If anything fails, no file is written, and an existing file is
-    kept. Outputs may differ by 0.001 of their largest value, those of ``quantized`` by 0.02, or by twice its own
-    difference from ``module`` if that is more, since rounding in another order may differ as much.
+    kept. Outputs may differ by 0.001 of their largest value, or 4 roundings of their dtype if that is more; those of
+    ``quantized`` by 0.02, or by twice its own difference from ``module`` if that is more, since rounding in another
+    order may differ as much.
 
     The file returns all outputs whose size depends on that of the batch, which excludes sums over the batch. Arguments
     that no output depends on, and that the module does not need, such as labels for a loss, are removed; a call of the
@@ -468,9 +469,10 @@ def _verify(written: Path, traced: _Traced, path: Path, is_quantized: bool) -> f
         except Exception as error:
             raise ExportError(f"{path} was not written: the file fails on {sizes}: {first_line(error)}") from error
         for name in traced.flat.kept:
-            difference = _difference(found[name], expected[name])
-            allowed = max(0.02, min(0.5, 2 * _difference(exact[name], expected[name]))) if is_quantized else 1e-3
-            allowed = allowed if expected[name].is_floating_point() else 0.0
+            difference = difference_of(found[name], expected[name])
+            allowed = tolerance_of(expected[name].dtype)
+            if is_quantized and allowed:
+                allowed = max(0.02, min(0.5, 2 * difference_of(exact[name], expected[name])))
             if not difference <= allowed:
                 raise ExportError(
                     f"{path} was not written: its output {name!r} differs from the module's by {difference:.3g} of the "
@@ -481,7 +483,12 @@ def _verify(written: Path, traced: _Traced, path: Path, is_quantized: bool) -> f
     return largest
 
 
-def _difference(found: Tensor, expected: Tensor) -> float:
+def tolerance_of(dtype: torch.dtype) -> float:
+    """Return by which share of the largest value outputs of two programs for the same computation may differ."""
+    return max(1e-3, 4 * torch.finfo(dtype).eps) if dtype.is_floating_point else 0.0
+
+
+def difference_of(found: Tensor, expected: Tensor) -> float:
     """Return the largest difference relative to the largest finite value; inf if shapes or non-finite values differ."""
     if found.shape != expected.shape:
         return math.inf

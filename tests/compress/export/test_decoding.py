@@ -40,9 +40,9 @@ def most_probable(model: nn.Module, tokens: torch.Tensor, count: int) -> torch.T
     ("name", "format"),
     [
         ("gpt2", "pt2"),
-        ("ours", "onnx"),
+        ("ours", "pt2"),
         pytest.param("gpt2", "onnx", marks=SLOW),
-        pytest.param("ours", "pt2", marks=SLOW),
+        pytest.param("ours", "onnx", marks=SLOW),
         *(
             pytest.param(name, format, marks=SLOW)
             for name in ("llama", "mistral", "qwen3", "olmoe")
@@ -63,6 +63,10 @@ def test_files_continue_texts_as_whole_forward_passes_do(name, format, tmp_path)
         )
     with pytest.raises(ValueError, match=rf"up to {MAX_LENGTH} tokens; got prompts \(B, T\) \(3, 6\) .* by 9"):
         loaded.generate(prompts(), 9)
+    with pytest.raises(ValueError, match=r"at least one token, .* got \(6,\) and 2"):
+        loaded.generate(prompts()[0], 2)
+    with pytest.raises(ValueError, match="temperature must be at least 0; got -1"):
+        loaded.generate(prompts(), 2, temperature=-1)
 
 
 def test_texts_end_at_the_end_token(tmp_path, monkeypatch):
@@ -98,8 +102,8 @@ class Text(nn.Module):
 def test_models_without_such_a_cache_are_refused(tmp_path):
     with pytest.raises(TypeError, match="Linear has no cache of keys and values that can be an argument"):
         CachedDecoder(nn.Linear(3, 2), 8)
-    with pytest.raises(ValueError, match="max_length must be at least 2"):
-        CachedDecoder(model_of("ours"), 1)
+    with pytest.raises(ValueError, match="max_length must be at least 3"):
+        CachedDecoder(model_of("ours"), 2)
     with pytest.raises(
         TypeError, match=r"with a cache of fixed length, logits of Text differ by [\d.]+ of the largest"
     ):
@@ -114,6 +118,32 @@ def test_models_without_such_a_cache_are_refused(tmp_path):
     plain = load_compressed(export(net, [((torch.rand(4, 3),), {})], tmp_path / "m.pt2").path)
     with pytest.raises(TypeError, match="keeps no keys and values of previous tokens"):
         plain.generate(prompts(), 2)
+
+
+@SLOW
+def test_positions_that_change_with_the_length_of_the_text_are_refused():
+    transformers = pytest.importorskip("transformers")
+    rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0, 3.0, 2.5, 2.0],
+        "original_max_position_embeddings": 12,
+    }  # fmt: skip
+    config = transformers.Phi3Config(
+        vocab_size=24, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0,
+        max_position_embeddings=64, original_max_position_embeddings=12, rope_parameters=rope, initializer_range=0.3,
+        bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    model = transformers.Phi3ForCausalLM(config).eval()
+    CachedDecoder(model, 12).calls(prompts())
+    with pytest.raises(TypeError, match="at texts of other lengths perhaps, on which its positions depend"):
+        CachedDecoder(model, 30).calls(prompts())
+
+
+@SLOW
+def test_half_precision_may_differ_by_its_roundings(tmp_path):
+    model = model_of("llama").bfloat16()
+    decoder = CachedDecoder(model, MAX_LENGTH)
+    loaded = load_compressed(export(decoder, decoder.calls(prompts()), tmp_path / "m.pt2").path)
+    assert loaded.generate(prompts(), 2, temperature=0).shape == (3, 8)
 
 
 @SLOW
@@ -160,6 +190,7 @@ def fit(module: L.LightningModule, name: str, folder, *callbacks: L.Callback) ->
     trainer.fit(module, ZOO[name].loader(), ZOO[name].loader(4))
 
 
+@SLOW
 def test_export_after_a_fit(tmp_path):
     pytest.importorskip("transformers")
     module, callback = ZOO["llama"].make(), Export(module="model", max_length=MAX_LENGTH, compare=False)
@@ -177,3 +208,12 @@ def test_what_cannot_work_is_refused_before_training(tmp_path):
         fit(ZOO["llama"].make(), "llama", tmp_path, Export(max_length=MAX_LENGTH), Quantization())
     with pytest.raises(ValueError, match="leave preprocess and postprocess"):
         Export(max_length=8, postprocess="probabilities")
+    with pytest.raises(ValueError, match="called with prompts and single tokens: leave dynamic=True"):
+        Export(max_length=8, dynamic=False)
+    with pytest.raises(
+        TypeError, match=r"Export would fail .*LlamaModel does not run .* no attribute 'logits'"
+    ) as error:
+        fit(ZOO["llama"].make(), "llama", tmp_path, Export(module="model.model", max_length=MAX_LENGTH))
+    assert "Export(module=" not in str(error.value)
+    with pytest.raises(ValueError, match=r"Export would fail .*positions for 24 tokens; got max_length=25"):
+        fit(ZOO["llama"].make(), "llama", tmp_path, Export(module="model", max_length=25))
