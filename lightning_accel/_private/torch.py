@@ -152,7 +152,7 @@ def compile_graph(
 def traced_inputs(graph: torch.fx.GraphModule) -> list[Any]:
     """Return the inputs that a program was traced with, whose sizes are unknown, to compile it for all sizes.
 
-    Of a program read from a file, the table of sizes also has products of them, at which inductor fails.
+    The table of sizes of a program that was read from a file also has products of them, at which inductor fails.
     """
     found = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     for one in found:

@@ -2,5 +2,6 @@
 
 ``writing`` exports a module to torch programs and ONNX files, and compares what they compute; ``flat`` and
 ``structure`` describe nested inputs and outputs by names; ``onnx`` adds what comes before and after a model and
-translates operators. ``loading`` reads such files without pickle, after ``archive`` has checked their contents.
+translates operators. ``decoding`` makes the cache of a language model an argument. ``loading`` reads such files without
+pickle, after ``archive`` has checked their contents.
 """
