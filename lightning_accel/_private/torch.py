@@ -56,6 +56,11 @@ def multiply_int8(a: Tensor, b: Tensor) -> Tensor:
     return torch._int_mm(a, b)
 
 
+def multiply_by_onednn(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``a @ b.t()`` by oneDNN, which torch calls for matrices of other dtypes than float32 alone."""
+    return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+
+
 def unscale_gradients_(gradients: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
     """Multiply ``gradients`` in place and set ``found_inf`` for inf or NaN; GradScaler's public methods take all."""
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
@@ -327,6 +332,11 @@ def onednn_has_autocast_dtype() -> bool:
         torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
     }
     return bool(supports[torch.get_autocast_dtype("cpu")]())
+
+
+def onednn_multiplies_float32() -> bool:
+    """Return whether oneDNN multiplies float32 matrices if torch asks it to, which it does for other dtypes alone."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def allow_recompilations(number: int) -> None:

@@ -36,6 +36,7 @@ from lightning_accel.measure import (
 )
 from lightning_accel.measure.flops import precision_of_products
 from lightning_accel.measure.machine import usable_cores
+from lightning_accel.ops.matmul import multiplies_by_onednn
 
 _PROFILED = 2  # batches under torch.profiler
 _SANITY_BATCHES = 2
@@ -63,6 +64,8 @@ class Examined:
         steps: complete batches without instruments other than the clock, without validation.
         logged: whether each of ``steps`` was one whose metrics the Trainer sends to loggers.
         flops: operations of a batch in this process; None if not counted.
+        product_flops: those of matrix products alone.
+        multiplies_by_onednn: whether float32 matrix products on the CPU are computed by oneDNN in place of MKL.
         memory: bytes of this process; None if not counted.
         loading_ms: time of a batch of the training data alone; None if there were too few batches.
         syncs: places where the host waits for a number, in the batches under torch.profiler.
@@ -109,6 +112,8 @@ class Examined:
     steps: list[Step] = field(default_factory=list)
     logged: list[bool] = field(default_factory=list)
     flops: int | None = None
+    product_flops: int | None = None
+    multiplies_by_onednn: bool = False
     memory: MemoryUse | None = None
     loading_ms: float | None = None
     syncs: list[HostSync] = field(default_factory=list)
@@ -191,6 +196,7 @@ class _Examination(L.Callback):
             module=pl_module,
             log_every_n_steps=trainer.log_every_n_steps,  # type: ignore[attr-defined]  # set by a connector
             threads=threads,
+            multiplies_by_onednn=multiplies_by_onednn(),
             loader_facts=[facts_of(loader) for loader in tree_leaves(self.loaders)],
         )
 
@@ -367,7 +373,7 @@ def examine(
     found.logged = [logged for step, logged in pairs if not step.parts_ns()["validation"]]
     found.fewer_workers_saved_ms = _saved_ms(watch, "workers")
     found.graph_breaks = [] if watch.compiled is None else watch.compiled.explain()
-    found.flops, found.memory = counter.flops, memory.use
+    found.flops, found.product_flops, found.memory = counter.flops, counter.product_flops, memory.use
     found.unused = watch.unused or []
     if watch.padding:
         found.padded_columns, found.padding = map(fmean, zip(*watch.padding, strict=True))

@@ -10,6 +10,7 @@ from torch import nn
 from lightning_accel._private.torch import BatchNormBase
 from lightning_accel.diagnosis.examination import Examined
 from lightning_accel.measure import Machine, Rates, action_times, part_times
+from lightning_accel.measure.rates import BY_ONEDNN
 
 _NOTABLE = 0.03  # share of a step from which a cost is worth a line
 _SELDOM = 50  # Lightning's own log_every_n_steps
@@ -58,6 +59,7 @@ def find_slowness(seen: Examined, machine: Machine, rates: Rates) -> list[Findin
         *_waiting(parts),
         *_padding(seen, parts),
         *_float64(seen, parts, rates),
+        *_slow_products(seen, parts, rates),
         *_too_many_threads(seen, machine),
         *_too_many_workers(seen, machine),
         *_restarted_workers(seen, parts),
@@ -175,6 +177,16 @@ def _float64(seen: Examined, parts: dict[str, float], rates: Rates) -> Iterator[
     # those parts at the ratio of the measured rates: an estimate
     cost = saved * (parts["forward"] + parts["backward"])
     yield Finding("float64", what, cost, "module.float(), and dtype=torch.float32 where data come from NumPy or lists")
+
+
+def _slow_products(seen: Examined, parts: dict[str, float], rates: Rates) -> Iterator[Finding]:
+    by_mkl, by_onednn = rates.matmul.get("fp32"), rates.matmul.get(BY_ONEDNN)
+    if seen.multiplies_in != "fp32" or seen.multiplies_by_onednn or not (seen.product_flops and by_mkl and by_onednn):
+        return
+    cost = 1000 * seen.product_flops * (1 / by_mkl - 1 / by_onednn)
+    if cost >= _NOTABLE * sum(parts.values()):
+        what = f"MKL multiplies float32 matrices, and oneDNN is here {by_onednn / by_mkl:.3g} times as fast"
+        yield Finding("slow products", what, cost, "Speedups(onednn_matmul=True), which changes rounding alone")
 
 
 def _too_many_threads(seen: Examined, machine: Machine) -> Iterator[Finding]:

@@ -9,7 +9,9 @@ import lightning as L
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_accel.measure.rates import Rates
+from lightning_accel.measure.rates import BY_ONEDNN, Rates
+
+_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 
 
 class FlopCount(L.Callback):
@@ -23,11 +25,13 @@ class FlopCount(L.Callback):
 
     Attributes:
         flops: operations of that batch in this process; None before it ends, or if a formula of torch's fails on it.
+        product_flops: those of matrix products alone.
     """
 
     def __init__(self, batch: int = 1) -> None:
         self.batch = batch
         self.flops: int | None = None
+        self.product_flops: int | None = None
         self._seen = 0
         self._has_failed = False
         self._mode: ExitStack | None = None
@@ -50,7 +54,10 @@ class FlopCount(L.Callback):
     ) -> None:
         if self._mode is not None:
             assert self._counter is not None
-            self.flops = None if self._has_failed else self._counter.get_total_flops()
+            if not self._has_failed:
+                self.flops = self._counter.get_total_flops()
+                counts = self._counter.get_flop_counts()["Global"]
+                self.product_flops = sum(counts.get(operation, 0) for operation in _PRODUCTS)
             self._close()
 
     def _guarded(self, formula: Callable[..., int]) -> Callable[..., int]:
@@ -84,6 +91,8 @@ def share_of_peak(flops: float, seconds: float, rates: Rates, precision: str) ->
         precision: key of ``rates.matmul`` in which the step multiplies, such as ``bf16``.
     """
     peak = rates.matmul.get(precision)
+    if precision == "fp32":
+        peak = max(rates.matmul.get(name, 0.0) for name in (precision, BY_ONEDNN)) or None
     return None if peak is None else flops / seconds / peak
 
 

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from lightning_accel._private.torch import multiply_int8
+from lightning_accel._private.torch import multiply_by_onednn, multiply_int8, onednn_multiplies_float32
 from lightning_accel.measure.machine import last_cache_bytes
 
+BY_ONEDNN = "fp32 by oneDNN"  # in place of MKL
 _SIZES = (512, 1024, 2048, 4096, 8192)
 _MIN_BYTES = 64 * 2**20  # of a buffer that no cache holds, where the cache's size is unknown
 _MAX_BYTES = 512 * 2**20
@@ -79,7 +80,8 @@ class Rates:
     Attributes:
         device: the device of the matrix products.
         threads: threads that the products on a CPU used.
-        matmul: floating-point (or integer) operations per second by precision: fp64, fp32, tf32, bf16, fp16, int8.
+        matmul: floating-point (or integer) operations per second by precision: fp64, fp32, tf32, bf16, fp16, int8; on
+            a CPU where torch calls MKL, fp32 by oneDNN, too.
         memory_bytes_per_s: bytes read and written by a copy larger than the last cache.
         pinned_bytes_per_s: host to device, from pinned memory.
         pageable_bytes_per_s: host to device, from pageable memory.
@@ -134,6 +136,8 @@ def measure_rates(
     names = ["fp64", "fp32", "bf16", "fp16", "int8"]
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
         names.insert(2, "tf32")
+    if device.type == "cpu" and torch.backends.mkl.is_available() and onednn_multiplies_float32():
+        names.insert(2, BY_ONEDNN)
     products = {name: tried(name, partial(matmul_rate, name, device, *timing)) for name in names}
     on_gpu = device.type == "cuda"
     return Rates(
@@ -155,7 +159,7 @@ def matmul_rate(precision: str, device: torch.device, seconds: float, repeats: i
     The matrices are the largest of which a product takes no more than a quarter of ``seconds``.
 
     Args:
-        precision: fp64, fp32, tf32, bf16, fp16 or int8.
+        precision: fp64, fp32, fp32 by oneDNN, tf32, bf16, fp16 or int8.
         device: where to multiply.
         seconds: measurement time of each repeat.
         repeats: how often to measure; the best counts.
@@ -185,6 +189,8 @@ def _product(precision: str, size: int, device: torch.device) -> Callable[[], ob
         return lambda: multiply_int8(a, a)
     dtypes = {"fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
     a = torch.rand(size, size, device=device).to(dtypes.get(precision, torch.float32))
+    if precision == BY_ONEDNN:
+        return lambda: multiply_by_onednn(a, a)
     out = torch.empty_like(a)
     return lambda: torch.mm(a, a, out=out)
 

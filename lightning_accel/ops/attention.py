@@ -13,13 +13,14 @@ Shapes: B samples, H heads of queries, G heads of keys and values, L queries, S 
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from lightning_accel._private.torch import is_traceable_wrapper_subclass
+from lightning_accel._private.torch import is_traceable_wrapper_subclass, replace_cpu_kernel
 from lightning_accel.ops.native import KERNELS, Replacement, check_one_device, missing_kernel
 
 Shape = tuple[int, ...]
@@ -101,7 +102,7 @@ def _additive(mask: Tensor) -> Tensor:
     return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -torch.inf)
 
 
-_REPLACEMENT = Replacement("scaled_dot_product_attention", "AutogradCPU", lambda: _attention)
+_REPLACEMENT = Replacement(partial(replace_cpu_kernel, "scaled_dot_product_attention", _attention, "AutogradCPU"))
 
 
 def _fake(

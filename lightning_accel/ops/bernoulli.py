@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
+from lightning_accel._private.torch import replace_cpu_kernel
 from lightning_accel.ops.native import KERNELS, Replacement, check_one_device, missing_kernel
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.bool)
@@ -49,11 +50,12 @@ def _bernoulli_(original: Any, keys: Any, x: Tensor, p: float = 0.5, *, generato
     return x
 
 
-def _make() -> Callable[..., Tensor]:
-    return functools.partial(_bernoulli_, torch.library.get_kernel("aten::bernoulli_.float", "CPU"))
+def _replace() -> Callable[[], None]:
+    original = torch.library.get_kernel("aten::bernoulli_.float", "CPU")
+    return replace_cpu_kernel("bernoulli_.float", functools.partial(_bernoulli_, original), "CPU")
 
 
-_REPLACEMENT = Replacement("bernoulli_.float", "CPU", _make)
+_REPLACEMENT = Replacement(_replace)
 
 
 def _fake(x: Tensor, p: float, seed: Tensor) -> None:

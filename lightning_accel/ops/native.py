@@ -11,12 +11,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_accel._private.torch import replace_cpu_kernel
 from lightning_accel.ops.native_build import BuildError, cached_library, cpu_target, cuda_target, library_path
 from lightning_accel.ops.renames import renamed_arguments
 
@@ -217,22 +215,24 @@ def missing_kernel() -> str:
 
 
 class Replacement:
-    """Replace the kernel of an operation of torch on the CPU, in this process, while anyone wants it.
+    """Replace kernels of torch on the CPU, in this process, while anyone wants it.
 
     Args:
-        operation: name and overload of the operation in the namespace aten.
-        key: dispatch key of the kernel that is replaced.
-        make: function that returns the replacement, which torch calls with a set of dispatch keys and the arguments.
+        replace: replaces them, and returns what takes that back; see
+            :func:`lightning_accel._private.torch.replace_cpu_kernel`.
     """
 
-    def __init__(self, operation: str, key: str, make: Callable[[], Callable[..., Any]]) -> None:
-        self._operation, self._key, self._make = operation, key, make
+    def __init__(self, replace: Callable[[], Callable[[], None]]) -> None:
+        self._replace = replace
         self._restorers: list[Callable[[], None]] = []  # one for all users, or none
 
+    def __bool__(self) -> bool:
+        return bool(self._restorers)
+
     def begin(self) -> None:
-        """Replace the kernel until as many calls of :meth:`end` have followed."""
+        """Replace the kernels until as many calls of :meth:`end` have followed."""
         restore = self._restorers[-1] if self._restorers else None
-        self._restorers.append(restore or replace_cpu_kernel(self._operation, self._make(), self._key))
+        self._restorers.append(restore or self._replace())
 
     def end(self) -> None:
         """Take back one call of :meth:`begin`."""

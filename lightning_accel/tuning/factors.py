@@ -5,7 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lightning_accel._private.torch import has_amx
 from lightning_accel.measure.allocators import ALLOCATORS, LIBRARIES, why_no_allocator
+from lightning_accel.measure.machine import describe_machine
+from lightning_accel.ops.matmul import why_no_onednn_matmul
 from lightning_accel.ops.native import missing_kernel
 from lightning_accel.tuning.project import Changes
 
@@ -97,11 +100,23 @@ def device_settings(facts: Mapping[str, Any], is_cuda: bool) -> Iterator[Factor 
         return
     for threads in sorted({1, max(1, facts["cores"] // facts["world_size"])} - {facts["threads"]}):
         yield speedup(f"threads={threads}", "threads", "exact", threads=threads)
+    yield _onednn_matmul(facts)
     if platform.libc_ver()[0] == "glibc":
         yield speedup("keep_freed_memory", "memory", "exact", keep_freed_memory=True)
     else:
         yield Refusal("keep_freed_memory", "the C library is not glibc")
     yield from _allocators(facts)
+
+
+def _onednn_matmul(facts: Mapping[str, Any]) -> Factor | Refusal:
+    name = "onednn_matmul"
+    if facts["precision"] != "32-true":
+        return Refusal(name, f"it is for matrices in float32, and the run has precision {facts['precision']}")
+    if "Intel" in describe_machine().cpu:
+        return Refusal(name, "MKL, which it replaces, uses all instructions of processors of Intel")
+    if reason := why_no_onednn_matmul():
+        return Refusal(name, reason)
+    return speedup(name, "matmul", "exact", onednn_matmul=True)
 
 
 def _allocators(facts: Mapping[str, Any]) -> Iterator[Factor | Refusal]:
@@ -140,7 +155,7 @@ def precisions(facts: Mapping[str, Any], is_cuda: bool) -> Iterator[Factor | Ref
         return
     if is_cuda:
         yield speedup("matmul_precision=high", "precision", "rounding", matmul_precision="high")
-    elif facts["bfloat16_units"]:
+    elif facts["bfloat16_units"] and has_amx():  # without tiles, products of oneDNN stay in float32: onednn_matmul
         yield speedup("matmul_precision=medium", "precision", "rounding", matmul_precision="medium")
     if facts["bfloat16_units"]:
         for name, changes in _BFLOAT16.items():

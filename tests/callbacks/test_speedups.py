@@ -18,7 +18,8 @@ from torch_geometric.nn import GINConv, SAGEConv, global_add_pool
 from lightning_accel._private.torch import compiled_call, dataset_of, plain_call, set_compiled_call
 from lightning_accel.callbacks import ExactResume, Pruning, Speedups, speedups
 from lightning_accel.callbacks.speedups import called_children
-from lightning_accel.ops import attention
+from lightning_accel.ops import attention, matmul
+from lightning_accel.ops.matmul import multiplies_by_onednn, why_no_onednn_matmul
 from lightning_accel.ops.native import KERNELS
 
 pytestmark = pytest.mark.filterwarnings(
@@ -49,6 +50,7 @@ class Net(L.LightningModule):
             "fused": self.optimizers().param_groups[0]["fused"],
             "workers": self.trainer.train_dataloader.num_workers,
             "flash": torch.backends.cuda.flash_sdp_enabled(),  # on the CPU, too
+            "onednn": multiplies_by_onednn(),
             "persistent": self.trainer.train_dataloader.persistent_workers,
         }
         return loss
@@ -268,6 +270,17 @@ def test_native_dropout_needs_a_kernel(vectors, monkeypatch):
         pytest.raises(RuntimeError, match=r"NATIVE=0 switches .* off\. .* leave native_dropout"),
     ):
         fit(native_dropout=True)
+
+
+def test_onednn_multiplies_until_the_run_ends(vectors, monkeypatch):
+    if reason := why_no_onednn_matmul():
+        pytest.skip(reason)
+    plain, module = fit(), fit(onednn_matmul=True)
+    assert (plain.met["onednn"], module.met["onednn"], multiplies_by_onednn()) == (False, True, False)
+    assert module.losses == plain.losses  # whose products are small
+    monkeypatch.setattr(matmul, "missing_kernel", lambda: "a reason")
+    with pytest.raises(RuntimeError, match=r"in place of MKL: a reason\. Leave onednn_matmul off"):
+        fit(onednn_matmul=True)
 
 
 class Attending(Net):

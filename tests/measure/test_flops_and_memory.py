@@ -54,7 +54,7 @@ BY_HAND = 2 * (60 + 40) + 2 * (60 + 40) + 2 * 40
 def test_operations_are_those_counted_by_hand(manual):
     counter = FlopCount(batch=2)
     fit(counter, module=Perceptron(manual))
-    assert counter.flops == BY_HAND
+    assert counter.flops == counter.product_flops == BY_HAND
 
 
 @pytest.mark.slow
@@ -108,6 +108,8 @@ def test_the_share_of_the_peak_is_that_of_the_precision():
     rates = Rates("cpu", 1, {"fp32": 2e9}, 1.0, None, None, None, None, {})
     assert share_of_peak(1e9, 2.0, rates, "fp32") == 0.25
     assert share_of_peak(1e9, 2.0, replace(rates, matmul={}), "fp32") is None
+    either = replace(rates, matmul={"fp32": 2e9, "fp32 by oneDNN": 4e9})
+    assert share_of_peak(1e9, 2.0, either, "fp32") == 0.125  # convolutions are oneDNN's
 
 
 @pytest.mark.parametrize("manual", [False, True])

@@ -3,6 +3,7 @@ import os
 import pytest
 import torch
 
+from lightning_accel._private.torch import onednn_multiplies_float32
 from lightning_accel.measure import measure_rates, rates
 from tests.planted import use_clock
 
@@ -46,6 +47,8 @@ def test_what_cannot_be_measured_is_told_and_the_rest_is_measured(monkeypatch, t
     assert found.collective is None
     assert all(rate > 1e6 for rate in (*found.matmul.values(), found.memory_bytes_per_s, found.disk_bytes_per_s))
     assert {"fp32", "bf16"} <= found.matmul.keys()
+    is_replaced = torch.backends.mkl.is_available() and onednn_multiplies_float32()
+    assert ("fp32 by oneDNN" in found.matmul) == is_replaced
     assert not os.listdir(tmp_path)
     assert torch.backends.cuda.matmul.allow_tf32 == before
 

@@ -1,6 +1,7 @@
 """Decisions where latency is the goal, of a search whose variants are as fast as a table says."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -94,8 +95,11 @@ def tried(**facts):
 
 def test_factors_are_those_of_a_model_in_use(monkeypatch):
     monkeypatch.setattr(factors, "why_no_allocator", lambda name: "" if name == "jemalloc" else "not here")
+    monkeypatch.setattr(factors, "describe_machine", lambda: SimpleNamespace(cpu="AMD EPYC"))
+    monkeypatch.setattr(factors, "why_no_onednn_matmul", lambda: "")
+    monkeypatch.setattr(factors, "has_amx", lambda: True)
     everything = tried()
-    exact = ["threads=1", "keep_freed_memory", "allocator=jemalloc", "channels_last"]
+    exact = ["threads=1", "onednn_matmul", "keep_freed_memory", "allocator=jemalloc", "channels_last"]
     digits = ["matmul_precision=medium", "precision=bf16-mixed", "Bfloat16Precision"]
     assert everything == [*exact, *digits, "compile=children", "compile=blocks"]
     assert set(everything) - set(tried(bfloat16_units=False)) == set(digits)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import time
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -667,7 +668,9 @@ def tried(waited=0.2, **facts):
     return {one.name for one in factors_for(FACTS | facts, waited) if isinstance(one, Factor)}
 
 
-def test_factors_are_those_that_the_run_admits():
+def test_factors_are_those_that_the_run_admits(monkeypatch):
+    monkeypatch.setattr(factors, "has_amx", lambda: True)
+    monkeypatch.setattr(factors, "why_no_onednn_matmul", lambda: "no MKL")
     everything = tried()
     assert {"compile=blocks", "threads=1", "num_workers=2", "channels_last", "fused_optimizer"} < everything
     assert everything - tried(num_conv2d=0) == {"channels_last"}
@@ -783,6 +786,27 @@ def test_dropout_is_replaced_where_there_is_any_and_a_kernel(monkeypatch):
     assert found("no compiler", has_dropout=True) == [Refusal("native_dropout", "no compiler")]
     assert found("") == [Refusal("native_dropout", "the model has no dropout")]
     assert not found("", has_dropout=True, device="cuda")
+
+
+def test_onednn_multiplies_float32_on_processors_of_others_than_intel(monkeypatch):
+    def found(cpu="AMD EPYC", reason="", **facts):
+        monkeypatch.setattr(factors, "describe_machine", lambda: SimpleNamespace(cpu=cpu))
+        monkeypatch.setattr(factors, "why_no_onednn_matmul", lambda: reason)
+        return [one for one in factors_for(FACTS | facts, 0.2) if one.name == "onednn_matmul"]
+
+    (factor,) = found()
+    assert (factor.kind, factor.changes) == ("exact", Changes(speedups={"onednn_matmul": True}))
+    assert found(reason="no compiler") == [Refusal("onednn_matmul", "no compiler")]
+    for facts in ({"cpu": "Intel(R) Xeon(R) Platinum 8592+"}, {"precision": "bf16-mixed"}):
+        (refusal,) = found(**facts)
+        assert isinstance(refusal, Refusal)
+    assert not found(device="cuda")
+
+
+def test_rounding_by_onednn_is_tried_where_there_are_tiles(monkeypatch):
+    for has_amx in (False, True):
+        monkeypatch.setattr(factors, "has_amx", lambda has_amx=has_amx: has_amx)
+        assert ("matmul_precision=medium" in tried()) == has_amx
 
 
 def test_native_attention_is_tried_on_the_cpu_and_draws_where_layers_drop(monkeypatch):
