@@ -1,22 +1,51 @@
-"""Choice between two compilations of a graph: with inductor's own templates of matrix products, and without."""
+"""Compilation of a graph whose weights are constants, with inductor's own templates of matrix products or without."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_accel._private.torch import has_amx
+from lightning_accel._private.torch import compile_graph, has_amx
 from lightning_accel.compress.quantization.inputs import noise_share
 from lightning_accel.compress.quiet import suppress_output
 from lightning_accel.compress.report.latency import measure_latency, speedup
+from lightning_accel.measure.machine import onednn_outruns_mkl
 
 Compilation = Callable[..., Any]
 
-FROZEN = {"freezing": True}  # options of inductor: weights are constants
-AUTOTUNED = {**FROZEN, "max_autotune": True}
 MIN_MS = 0.2  # of a call; what is faster is mostly overhead, which templates do not change
 MAX_NOISE = 1e-2  # rounding to int8 multiplies differences in the order of sums
+
+
+def compile_frozen(graph: torch.fx.GraphModule, inputs: Sequence[Tensor], max_autotune: bool = False) -> Compilation:
+    """Compile a graph, its weights as constants, for inputs of these sizes.
+
+    Float32 products are oneDNN's where it is faster than MKL, which inductor would take for known sizes.
+
+    Args:
+        graph: an exported program's.
+        inputs: arguments of a call.
+        max_autotune: take inductor's own templates of matrix products where they are faster.
+    """
+    with _products_by_onednn():
+        return compile_graph(graph, inputs, {"freezing": True, "max_autotune": max_autotune})
+
+
+@contextmanager
+def _products_by_onednn() -> Iterator[None]:
+    """Let inductor choose oneDNN while open, as it does where products may be rounded.
+
+    Whether they are, which takes a CPU with AMX as well, depends on the setting when they run.
+    """
+    before = torch.get_float32_matmul_precision()
+    try:
+        if onednn_outruns_mkl():
+            torch.set_float32_matmul_precision("medium")
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def autotuned(

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from lightning_accel._private.torch import has_amx
 from lightning_accel.measure.allocators import ALLOCATORS, LIBRARIES, why_no_allocator
-from lightning_accel.measure.machine import describe_machine
+from lightning_accel.measure.machine import onednn_outruns_mkl
 from lightning_accel.ops.matmul import why_no_onednn_matmul
 from lightning_accel.ops.native import missing_kernel
 from lightning_accel.tuning.project import Changes
@@ -112,8 +112,8 @@ def _onednn_matmul(facts: Mapping[str, Any]) -> Factor | Refusal:
     name = "onednn_matmul"
     if facts["precision"] != "32-true":
         return Refusal(name, f"it is for matrices in float32, and the run has precision {facts['precision']}")
-    if "Intel" in describe_machine().cpu:
-        return Refusal(name, "MKL, which it replaces, uses all instructions of processors of Intel")
+    if not onednn_outruns_mkl():
+        return Refusal(name, "MKL, which it replaces, uses the instructions of this processor, or torch has none")
     if reason := why_no_onednn_matmul():
         return Refusal(name, reason)
     return speedup(name, "matmul", "exact", onednn_matmul=True)

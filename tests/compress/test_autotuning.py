@@ -3,9 +3,11 @@ import time
 import pytest
 import torch
 from torch import nn
+from torch.backends import mkldnn
 
+from lightning_accel._private.torch import onednn_multiplies_float32
 from lightning_accel.compress import autotuning
-from lightning_accel.compress.autotuning import autotuned
+from lightning_accel.compress.autotuning import autotuned, compile_frozen
 
 X = (torch.arange(6.0).view(2, 3),)
 
@@ -17,6 +19,23 @@ def graph_of(module: nn.Module, x: torch.Tensor = X[0]) -> torch.fx.GraphModule:
 class Rounded(nn.Module):
     def forward(self, x):
         return x.to(torch.int8).float()
+
+
+@pytest.mark.parametrize("outruns", [False, True])
+def test_float32_products_are_onednns_where_it_outruns_mkl(outruns, monkeypatch, native, capfd):
+    if not onednn_multiplies_float32():
+        pytest.skip("needs AVX-512")
+    monkeypatch.setattr(autotuning, "onednn_outruns_mkl", lambda: outruns)
+    layer, x = nn.Linear(40, 30), torch.randn(20, 40)
+    with torch.no_grad():
+        run = compile_frozen(graph_of(layer, x), [x])
+        run(x)
+        capfd.readouterr()
+        with mkldnn.verbose(mkldnn.VERBOSE_ON):
+            found = run(x)
+    assert ("inner_product" in capfd.readouterr().out) == outruns
+    torch.testing.assert_close(found.double(), layer.double()(x.double()), rtol=1e-5, atol=1e-6)
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def sleeping(ms: float, value: float = 0.0):

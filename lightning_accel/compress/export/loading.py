@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import lightning_accel.ops  # noqa: F401  # its operators, which a program of ours may call
-from lightning_accel._private.torch import compile_graph, has_vnni, traced_inputs
-from lightning_accel.compress.autotuning import AUTOTUNED, FROZEN, autotuned
+from lightning_accel._private.torch import has_vnni, traced_inputs
+from lightning_accel.compress.autotuning import autotuned, compile_frozen
 from lightning_accel.compress.export.archive import METADATA, checked_archive, load_program, read_graph
 from lightning_accel.compress.export.structure import named_tensors, plain_values, rebuild
 from lightning_accel.compress.quantization.form import Compiled
@@ -258,9 +258,9 @@ class _Compiled:
     def _compile(self, tensors: Sequence[Tensor]) -> Callable[..., Any]:
         unknown = traced_inputs(self.graph)
         with suppress_output():
-            plain = compile_graph(self.graph, unknown, FROZEN)
+            plain = compile_frozen(self.graph, unknown)
             plain(*tensors)
-            return autotuned(self.graph, tensors, plain, lambda: compile_graph(self.graph, unknown, AUTOTUNED))
+            return autotuned(self.graph, tensors, plain, lambda: compile_frozen(self.graph, unknown, True))
 
 
 def _has_inputs_of_8_bits(program: torch.export.ExportedProgram) -> bool:

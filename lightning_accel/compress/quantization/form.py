@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from lightning_accel._private.torch import compile_graph, frozen_weights
-from lightning_accel.compress.autotuning import AUTOTUNED, FROZEN, autotuned
+from lightning_accel._private.torch import frozen_weights
+from lightning_accel.compress.autotuning import autotuned, compile_frozen
 from lightning_accel.compress.calls import Inputs, first_line
 from lightning_accel.compress.export.structure import Flat, Structure, describe, named_tensors, tensors_of
 from lightning_accel.compress.quantization.inputs import dynamic_shapes
@@ -109,9 +109,9 @@ def compile_flat(flat: Flat, tensors: Sequence[Tensor]) -> Callable[..., Sequenc
         raise CannotConvertError(
             f"its graph has {len(graph.graph.nodes)} nodes, recurrent steps one by one perhaps: too many to compile"
         )
-    plain = compile_graph(graph, tensors, FROZEN)
+    plain = compile_frozen(graph, tensors)
     plain(*tensors)
-    return autotuned(graph, tensors, plain, lambda: compile_graph(graph, tensors, AUTOTUNED))
+    return autotuned(graph, tensors, plain, lambda: compile_frozen(graph, tensors, True))
 
 
 def export(module: nn.Module, inputs: Sequence[Inputs], strict: Sequence[bool] = (False, True)) -> ExportedProgram:

@@ -178,8 +178,8 @@ def test_compiled_once_for_prompts_of_all_lengths(name, tmp_path, monkeypatch):
     model, made = model_of(name), []
     decoder = CachedDecoder(model, MAX_LENGTH)
     loaded = load_compressed(export(decoder, decoder.calls(prompts()), tmp_path / "m.pt2").path, compiled=True)
-    compile_graph = loading.compile_graph
-    monkeypatch.setattr(loading, "compile_graph", lambda *args: made.append(1) or compile_graph(*args))
+    compile_frozen = loading.compile_frozen
+    monkeypatch.setattr(loading, "compile_frozen", lambda *args: made.append(1) or compile_frozen(*args))
     for tokens in (prompts(), prompts(2, 9)):
         assert torch.equal(loaded.generate(tokens, 3, temperature=0), most_probable(model, tokens, 3))
     assert len(made) == 1

@@ -146,7 +146,7 @@ def test_int8_programs_are_compiled_where_their_products_do_not_overflow(vnni, l
     form = pt2e.pt2e_static(module, [((x,), {})], find_layers(module))
     export(module, [((x,), {})], tmp_path / "m.pt2", quantized=form)
     compiled = []
-    monkeypatch.setattr(compressed, "compile_graph", lambda graph, *_: compiled.append(graph) or graph)
+    monkeypatch.setattr(compressed, "compile_frozen", lambda graph, *_: compiled.append(graph) or graph)
     monkeypatch.setattr(compressed, "has_vnni", lambda: vnni)
     overflows = largest == 255 and not vnni
     with pytest.warns(UserWarning, match="on a CPU with VNNI") if overflows else contextlib.nullcontext():
@@ -183,8 +183,8 @@ def test_int8_programs_are_compiled_for_all_sizes_or_for_each(module, x, compila
     monkeypatch.undo()
     made = []
     for room in (compressed, quantization_form):
-        compile_graph = room.compile_graph
-        monkeypatch.setattr(room, "compile_graph", lambda *args, run=compile_graph: made.append(1) or run(*args))
+        compile_frozen = room.compile_frozen
+        monkeypatch.setattr(room, "compile_frozen", lambda *args, run=compile_frozen: made.append(1) or run(*args))
     loaded, plain = (load_compressed(tmp_path / "m.pt2", compiled=how) for how in (True, False))
     for size in (5, 5, 1, 3):
         torch.testing.assert_close(loaded(x[:size]), plain(x[:size]), atol=0.02, rtol=0)
