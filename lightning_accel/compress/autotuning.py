@@ -11,7 +11,7 @@ from lightning_accel._private.torch import compile_graph, has_amx
 from lightning_accel.compress.quantization.inputs import noise_share
 from lightning_accel.compress.quiet import suppress_output
 from lightning_accel.compress.report.latency import measure_latency, speedup
-from lightning_accel.measure.machine import onednn_outruns_mkl
+from lightning_accel.ops.matmul import onednn_outruns_mkl
 
 Compilation = Callable[..., Any]
 

@@ -64,7 +64,7 @@ class Examined:
         steps: complete batches without instruments other than the clock, without validation.
         logged: whether each of ``steps`` was one whose metrics the Trainer sends to loggers.
         flops: operations of a batch in this process; None if not counted.
-        product_flops: those of matrix products alone.
+        onednn_flops: those of matrix products that oneDNN can compute in place of MKL.
         multiplies_by_onednn: whether float32 matrix products on the CPU are computed by oneDNN in place of MKL.
         memory: bytes of this process; None if not counted.
         loading_ms: time of a batch of the training data alone; None if there were too few batches.
@@ -112,7 +112,7 @@ class Examined:
     steps: list[Step] = field(default_factory=list)
     logged: list[bool] = field(default_factory=list)
     flops: int | None = None
-    product_flops: int | None = None
+    onednn_flops: int | None = None
     multiplies_by_onednn: bool = False
     memory: MemoryUse | None = None
     loading_ms: float | None = None
@@ -373,7 +373,7 @@ def examine(
     found.logged = [logged for step, logged in pairs if not step.parts_ns()["validation"]]
     found.fewer_workers_saved_ms = _saved_ms(watch, "workers")
     found.graph_breaks = [] if watch.compiled is None else watch.compiled.explain()
-    found.flops, found.product_flops, found.memory = counter.flops, counter.product_flops, memory.use
+    found.flops, found.onednn_flops, found.memory = counter.flops, counter.onednn_flops, memory.use
     found.unused = watch.unused or []
     if watch.padding:
         found.padded_columns, found.padding = map(fmean, zip(*watch.padding, strict=True))

@@ -181,9 +181,9 @@ def _float64(seen: Examined, parts: dict[str, float], rates: Rates) -> Iterator[
 
 def _slow_products(seen: Examined, parts: dict[str, float], rates: Rates) -> Iterator[Finding]:
     by_mkl, by_onednn = rates.matmul.get("fp32"), rates.matmul.get(BY_ONEDNN)
-    if seen.multiplies_in != "fp32" or seen.multiplies_by_onednn or not (seen.product_flops and by_mkl and by_onednn):
+    if seen.multiplies_in != "fp32" or seen.multiplies_by_onednn or not (seen.onednn_flops and by_mkl and by_onednn):
         return
-    cost = 1000 * seen.product_flops * (1 / by_mkl - 1 / by_onednn)
+    cost = 1000 * seen.onednn_flops * (1 / by_mkl - 1 / by_onednn)
     if cost >= _NOTABLE * sum(parts.values()):
         what = f"MKL multiplies float32 matrices, and oneDNN is here {by_onednn / by_mkl:.3g} times as fast"
         yield Finding("slow products", what, cost, "Speedups(onednn_matmul=True), which changes rounding alone")

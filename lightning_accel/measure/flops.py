@@ -10,6 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_accel.measure.rates import BY_ONEDNN, Rates
+from lightning_accel.ops.matmul import takes_onednn
 
 _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 
@@ -25,13 +26,14 @@ class FlopCount(L.Callback):
 
     Attributes:
         flops: operations of that batch in this process; None before it ends, or if a formula of torch's fails on it.
-        product_flops: those of matrix products alone.
+        onednn_flops: those of matrix products that ``Speedups(onednn_matmul=True)`` serves, in whatever dtype.
     """
 
     def __init__(self, batch: int = 1) -> None:
         self.batch = batch
         self.flops: int | None = None
-        self.product_flops: int | None = None
+        self.onednn_flops: int | None = None
+        self._onednn_flops = 0
         self._seen = 0
         self._has_failed = False
         self._mode: ExitStack | None = None
@@ -46,7 +48,9 @@ class FlopCount(L.Callback):
                 self._mode.enter_context(torch.compiler.set_stance("force_eager"))
             self._counter = self._mode.enter_context(FlopCounterMode(display=False))
             formulas = self._counter.flop_registry
-            self._counter.flop_registry = {operation: self._guarded(formulas[operation]) for operation in formulas}
+            self._counter.flop_registry = {
+                operation: self._guarded(operation, formulas[operation]) for operation in formulas
+            }
         self._seen += 1
 
     def on_train_batch_end(
@@ -55,17 +59,18 @@ class FlopCount(L.Callback):
         if self._mode is not None:
             assert self._counter is not None
             if not self._has_failed:
-                self.flops = self._counter.get_total_flops()
-                counts = self._counter.get_flop_counts()["Global"]
-                self.product_flops = sum(counts.get(operation, 0) for operation in _PRODUCTS)
+                self.flops, self.onednn_flops = self._counter.get_total_flops(), self._onednn_flops
             self._close()
 
-    def _guarded(self, formula: Callable[..., int]) -> Callable[..., int]:
+    def _guarded(self, operation: Any, formula: Callable[..., int]) -> Callable[..., int]:
         """Return a formula for operations that does not end the step, which would run without it, where it raises."""
 
         def count(*args: Any, **kwargs: Any) -> int:
             try:
-                return formula(*args, **kwargs)
+                counted = formula(*args, **kwargs)
+                if operation in _PRODUCTS and takes_onednn(*(matrix.shape for matrix in args[-2:])):
+                    self._onednn_flops += counted
+                return counted
             except Exception:
                 self._has_failed = True
                 return 0

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from lightning_accel import __version__
-from lightning_accel._private.torch import onednn_multiplies_float32
 from lightning_accel.ops.native import KERNELS
 
 _ROOT = Path("/")
@@ -185,12 +184,6 @@ def _read_processor(root: Path) -> tuple[str, int, int, set[str]]:
     model = values.get("model name", [platform.processor() or platform.machine()])[0]
     flags = values.get("flags", values.get("Features", [""]))[0]
     return model, logical, len(pairs) or logical, set(flags.split())
-
-
-def onednn_outruns_mkl() -> bool:
-    """Return whether oneDNN multiplies float32 matrices by AVX-512 on this CPU, and MKL, which is Intel's, by AVX2."""
-    cpu, *_ = _read_processor(_ROOT)
-    return torch.backends.mkl.is_available() and onednn_multiplies_float32() and "Intel" not in cpu
 
 
 def _size_of(folder: Path) -> int | None:

@@ -4,12 +4,20 @@ On processors other than Intel's, MKL multiplies by AVX2, while oneDNN, which to
 of AVX-512: twice as many operations a second on AMD's Zen 5. Results differ in the order of sums alone.
 """
 
-from collections.abc import Callable
+import math
+import platform
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
 from lightning_accel._private.torch import onednn_multiplies_float32
 from lightning_accel.ops.native import Replacement, missing_kernel
+
+_CPUINFO = Path("/proc/cpuinfo")
+# A call of oneDNN takes 10 us longer than one of MKL, which multiplies this often in the time, on each thread
+_MIN_TERMS = 1_500_000
+_MIN_SIZE = 8  # of each dimension: narrower matrices gain nothing
 
 
 def why_no_onednn_matmul() -> str:
@@ -22,6 +30,21 @@ def why_no_onednn_matmul() -> str:
         return reason
     is_there = torch.ops.lightning_accel_native.has_onednn_matmul()
     return "" if is_there else "this version of torch has no function for it"
+
+
+def onednn_outruns_mkl() -> bool:
+    """Return whether oneDNN multiplies float32 matrices by AVX-512 on this CPU, and MKL, which is Intel's, by AVX2."""
+    try:
+        cpu = _CPUINFO.read_text()
+    except OSError:
+        cpu = platform.processor()
+    return torch.backends.mkl.is_available() and onednn_multiplies_float32() and "GenuineIntel" not in cpu
+
+
+def takes_onednn(a: Sequence[int], b: Sequence[int]) -> bool:
+    """Return whether :func:`replace_matmul` serves the product of matrices, or of batches of them, of these sizes."""
+    sizes = a[-2], a[-1], b[-1]
+    return min(sizes) >= _MIN_SIZE and math.prod(a) * b[-1] >= _MIN_TERMS * torch.get_num_threads()
 
 
 def replace_matmul() -> None:
@@ -50,9 +73,8 @@ def multiplies_by_onednn() -> bool:
 
 
 def _replace() -> Callable[[], None]:
-    replace = torch.ops.lightning_accel_native.replace_matmul
-    replace(True)
-    return lambda: replace(False)
+    torch.ops.lightning_accel_native.replace_matmul(_MIN_TERMS, _MIN_SIZE)
+    return torch.ops.lightning_accel_native.restore_matmul
 
 
 _REPLACEMENT = Replacement(_replace)

@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 from lightning_accel._private.torch import has_amx
 from lightning_accel.measure.allocators import ALLOCATORS, LIBRARIES, why_no_allocator
-from lightning_accel.measure.machine import onednn_outruns_mkl
-from lightning_accel.ops.matmul import why_no_onednn_matmul
+from lightning_accel.ops.matmul import onednn_outruns_mkl, why_no_onednn_matmul
 from lightning_accel.ops.native import missing_kernel
 from lightning_accel.tuning.project import Changes
 

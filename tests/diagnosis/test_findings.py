@@ -79,13 +79,17 @@ def test_a_sound_run_has_no_findings():
     assert seen.flops == 2 * 2 * 3 + 2 * 2 * 3  # forward, and the weights' gradient
     assert seen.memory.parameters == 16
     assert len(seen.steps) == 10
-    rates = replace(RATES, matmul=RATES.matmul | {"fp32": 1e4, "fp32 by oneDNN": 3e4})
-    (slow,) = (one for one in find_slowness(seen, describe_machine(), rates) if one.name == "slow products")
-    assert slow.cost_ms == pytest.approx(24 * (0.1 - 0.1 / 3))
-    assert "3 times" in slow.what
-    for other in ({"multiplies_by_onednn": True}, {"precision": "bf16-mixed"}, {"product_flops": 0}):
-        names = [one.name for one in find_slowness(replace(seen, **other), describe_machine(), rates)]
-        assert "slow products" not in names
+    rates = replace(RATES, matmul=RATES.matmul | {"fp32": 1e9, "fp32 by oneDNN": 4e9})
+
+    def slow(**other):
+        found = find_slowness(replace(seen, **{"onednn_flops": 8_000_000_000} | other), describe_machine(), rates)
+        return [one for one in found if one.name == "slow products"]
+
+    assert slow()[0].cost_ms == pytest.approx(6000)
+    assert "4 times" in slow()[0].what
+    assert not slow(onednn_flops=seen.onednn_flops)  # of small products
+    assert not slow(multiplies_by_onednn=True)
+    assert not slow(precision="bf16-mixed")
 
 
 def test_a_sleeping_dataset_is_a_slow_loader(clock):

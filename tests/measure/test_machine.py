@@ -6,13 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_accel.measure.machine import (
-    describe_machine,
-    last_cache_bytes,
-    memory_bytes,
-    onednn_outruns_mkl,
-    usable_cores,
-)
+from lightning_accel.measure.machine import describe_machine, last_cache_bytes, memory_bytes, usable_cores
 from lightning_accel.ops.native import KERNELS
 
 
@@ -114,23 +108,6 @@ def test_flags_of_the_processor_name_instruction_sets(tmp_path, monkeypatch):
     assert machine.cpu == "Some CPU"
     assert machine.instruction_sets == ("AVX2", "AMX", "AMX-BF16")
     assert machine.physical_cores == 1  # two threads of one core
-
-
-@pytest.mark.parametrize(
-    ("cpu", "has_mkl", "multiplies", "outruns"),
-    [
-        ("AMD EPYC 9755 128-Core Processor", True, True, True),
-        ("Intel(R) Xeon(R) Platinum 8592+", True, True, False),
-        ("AMD EPYC 7763 64-Core Processor", True, False, False),
-        ("AMD EPYC 9755 128-Core Processor", False, True, False),
-    ],
-)
-def test_onednn_outruns_mkl_on_amds_processors_with_avx512(tmp_path, monkeypatch, cpu, has_mkl, multiplies, outruns):
-    root = write(tmp_path, {"proc/cpuinfo": f"processor : 0\nmodel name\t: {cpu}\n"})
-    monkeypatch.setattr("lightning_accel.measure.machine._ROOT", root)
-    monkeypatch.setattr("lightning_accel.measure.machine.onednn_multiplies_float32", lambda: multiplies)
-    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: has_mkl)
-    assert onednn_outruns_mkl() == outruns
 
 
 def test_the_state_of_kernels_builds_nothing(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.backends import mkldnn
 
 from lightning_accel.ops import matmul
-from lightning_accel.ops.matmul import replace_matmul, restore_matmul, why_no_onednn_matmul
+from lightning_accel.ops.matmul import replace_matmul, restore_matmul, takes_onednn, why_no_onednn_matmul
 
 M, K, N, B = 130, 121, 99, 3  # 1.56 million multiplications, on one thread enough
 
@@ -88,6 +88,8 @@ def test_onednn_multiplies(replaced, products, name):
     expected = operation(*in_float64, **{key: value for key, value in options.items() if key != "out"})
     count, found = products(lambda: operation(*arguments, **options))
     assert count == 1
+    if operation in (torch.mm, torch.bmm, torch.addmm, torch.baddbmm):
+        assert takes_onednn(*(one.shape for one in arguments[-2:]))
     close(found, expected)
     if "out" in options:
         assert found is options["out"]
@@ -118,6 +120,8 @@ def test_torch_multiplies(replaced, products, name):
     expected = operation(*(x.double() for x in arguments))
     count, found = products(lambda: operation(*arguments))
     assert count == 0
+    if name in ("few terms", "narrow matrices", "short sums"):
+        assert not takes_onednn(*(one.shape for one in arguments))
     assert error(found, expected) < 1e-6
 
 
@@ -165,6 +169,26 @@ def test_torchs_kernels_are_back_when_all_have_restored_them(replaced, products,
     replace_matmul()
     assert products(lambda: A @ W)[0] == 1
     assert "Overriding" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("vendor", "has_mkl", "multiplies", "outruns"),
+    [
+        ("AuthenticAMD", True, True, True),
+        ("GenuineIntel", True, True, False),
+        ("AuthenticAMD", True, False, False),
+        ("AuthenticAMD", False, True, False),
+        (None, True, True, True),
+    ],
+)
+def test_onednn_outruns_mkl_on_amds_processors(tmp_path, monkeypatch, vendor, has_mkl, multiplies, outruns):
+    monkeypatch.setattr(matmul, "_CPUINFO", tmp_path / "cpuinfo")
+    if vendor:
+        matmul._CPUINFO.write_text(f"processor : 0\nvendor_id\t: {vendor}\nflags\t: avx2 avx512f\n")
+    monkeypatch.setattr(matmul.platform, "processor", lambda: "AMD64 Family 26, AuthenticAMD")
+    monkeypatch.setattr(matmul, "onednn_multiplies_float32", lambda: multiplies)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: has_mkl)
+    assert matmul.onednn_outruns_mkl() == outruns
 
 
 @pytest.mark.slow

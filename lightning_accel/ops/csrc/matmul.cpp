@@ -28,9 +28,7 @@ using at::Scalar;
 using at::Tensor;
 using Sizes = std::vector<int64_t>;
 
-// A call of oneDNN takes 10 us longer than one of MKL, which multiplies this often in the time, on each thread.
-constexpr int64_t kMinTerms = 1500000;
-constexpr int64_t kMinSize = 8;  // of each dimension: narrower matrices gain nothing
+int64_t min_terms, min_size;  // of a product, for each thread, and of each dimension
 torch::Library* replaced = nullptr;  // never deleted at exit, when the dispatcher is gone
 
 bool is_plain(const Tensor& x, int64_t dim) {
@@ -42,8 +40,8 @@ Sizes sizes_by_onednn(const Tensor& a, const Tensor& b, int64_t dim) {
   if (!is_plain(a, dim) || !is_plain(b, dim) || a.size(-1) != b.size(-2)) return {};
   if (dim == 3 && a.size(0) != b.size(0)) return {};
   const int64_t rows = a.size(-2), inner = a.size(-1), columns = b.size(-1), count = dim == 3 ? a.size(0) : 1;
-  if (std::min({rows, inner, columns}) < kMinSize) return {};
-  if (count * rows * inner * columns < kMinTerms * at::get_num_threads()) return {};
+  if (std::min({rows, inner, columns}) < min_size) return {};
+  if (count * rows * inner * columns < min_terms * at::get_num_threads()) return {};
   if (!at::globalContext().userEnabledMkldnn()) return {};
   return dim == 3 ? Sizes{count, rows, columns} : Sizes{rows, columns};
 }
@@ -128,10 +126,15 @@ struct Silent : c10::WarningHandler {
 
 bool has_onednn_matmul() { return at::native::mkldnn_matmul != nullptr; }
 
-void replace_matmul(bool on) {
+void restore_matmul() {
   delete replaced;
   replaced = nullptr;
-  if (!on) return;
+}
+
+void replace_matmul(int64_t terms, int64_t size) {
+  restore_matmul();
+  min_terms = terms;
+  min_size = size;
   Silent silent;
   const c10::WarningUtils::WarningHandlerGuard guard(&silent);
   replaced = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__);
@@ -150,5 +153,6 @@ void replace_matmul(bool on) {
 
 TORCH_LIBRARY_FRAGMENT(lightning_accel_native, m) {
   m.def("has_onednn_matmul() -> bool", &has_onednn_matmul);
-  m.def("replace_matmul(bool on) -> ()", &replace_matmul);
+  m.def("replace_matmul(int min_terms, int min_size) -> ()", &replace_matmul);
+  m.def("restore_matmul() -> ()", &restore_matmul);
 }
