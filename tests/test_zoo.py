@@ -243,10 +243,10 @@ REFUSED = {
 
 
 def cells() -> list[object]:
-    """Return all cells; of those of a feature, and of a network, about one in eight is not ``weekly``."""
+    """Return all cells; of those of a feature, and of a network, about one in ten is not ``weekly``."""
     slow, weekly = [pytest.mark.slow], [pytest.mark.slow, pytest.mark.weekly]
     return [
-        pytest.param(name, feature, marks=weekly if (i + 3 * j) % 8 or (name, feature) in LONG else slow)
+        pytest.param(name, feature, marks=weekly if (i + 3 * j) % 10 or (name, feature) in LONG else slow)
         for i, name in enumerate(ZOO)
         for j, feature in enumerate(FEATURES)
     ]
@@ -279,7 +279,7 @@ def check_feature(rank: int, name: str, feature: str, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "feature"),
-    list(zip(["bert", "llama", "vit", "t5", "convnext", "gpt2", "swin", "gat", "unet", "seq2seq", "qwen3"],
+    list(zip(["bert", "llama", "vit", "t5", "convnext", "gpt2", "gat", "swin", "unet", "seq2seq", "qwen3"],
              [feature for feature in FEATURES if feature not in ALONE], strict=True)),
 )  # fmt: skip
 def test_features_in_two_processes(name, feature, tmp_path):
