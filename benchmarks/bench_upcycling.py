@@ -27,8 +27,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lightning_accel.callbacks import ExpertLosses
+from lightning_accel.callbacks import ExpertLosses, Speedups
 from lightning_accel.nn import MixtureOfExperts, replace_mlps_
+from lightning_accel.ops.matmul import why_no_onednn_matmul
 
 LENGTH, BATCH, EXPERTS, K = 128, 16, 8, 2
 RATES = (5e-4, 1e-3, 2e-3)
@@ -113,7 +114,7 @@ def train(
     trainer = L.Trainer(
         accelerator="cpu", devices=1, max_steps=steps, gradient_clip_val=1.0, precision=precision, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[ExpertLosses()] if is_mixture else [],
+        callbacks=[Speedups(onednn_matmul=not why_no_onednn_matmul()), *[ExpertLosses()] * is_mixture],
     )  # fmt: skip
     start = time.perf_counter()
     trainer.fit(Bytes(model, rate, keep_rate), DataLoader(Windows(text, steps * BATCH, seed), BATCH))
@@ -141,7 +142,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="20 steps of one seed and rate")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=3000, help="of the dense model, before and after")
+    parser.add_argument("--steps", type=int, default=3000, help="of the dense model that trains on")
+    parser.add_argument("--start-steps", type=int, help="of the dense model before; as many without it")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--rates", type=float, nargs="+", default=[*RATES])
     parser.add_argument("--precision", default="32-true", help="that of the Trainer")
@@ -165,8 +167,9 @@ def main() -> None:
                 resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
             )
         )  # fmt: skip
-        took = train(dense, texts["train"], steps, rates[-1], seed, precision, keep_rate=True)
-        row = {"seed": seed, "subject": "start", "steps": steps, "seconds": took}
+        start_steps = arguments.start_steps or steps
+        took = train(dense, texts["train"], start_steps, rates[-1], seed, precision, keep_rate=True)
+        row = {"seed": seed, "subject": "start", "steps": start_steps, "seconds": took}
         rows.append(row | {"test": bits_per_byte(dense, texts["test"], windows)})
         print(rows[-1], flush=True)
         for subject in SUBJECTS:

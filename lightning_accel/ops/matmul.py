@@ -25,7 +25,7 @@ def why_no_onednn_matmul() -> str:
     if not torch.backends.mkl.is_available():
         return "torch multiplies by another library than MKL"
     if not onednn_multiplies_float32():
-        return "the processor has no AVX-512"
+        return "oneDNN has no AVX-512 here, of the processor or by ONEDNN_MAX_CPU_ISA"
     if reason := missing_kernel():
         return reason
     is_there = torch.ops.lightning_accel_native.has_onednn_matmul()

@@ -1,7 +1,8 @@
 """Operations written in C++ and CUDA, built at their first use; without a compiler, formulas in torch replace them.
 
 A folder holds the sources: ``*.cpp`` files register schemas and CPU kernels, ``*.cu`` files CUDA kernels for the same
-schemas. They use torch's stable ABI (``torch/csrc/stable/library.h``), with which a file compiles in seconds.
+schemas. They use torch's stable ABI (``torch/csrc/stable/library.h``), with which a file compiles in seconds, except
+where it has no way to what they need.
 """
 
 import os
@@ -225,17 +226,20 @@ class Replacement:
     def __init__(self, replace: Callable[[], Callable[[], None]]) -> None:
         self._replace = replace
         self._restorers: list[Callable[[], None]] = []  # one for all users, or none
+        self._lock = threading.Lock()
 
     def __bool__(self) -> bool:
         return bool(self._restorers)
 
     def begin(self) -> None:
         """Replace the kernels until as many calls of :meth:`end` have followed."""
-        restore = self._restorers[-1] if self._restorers else None
-        self._restorers.append(restore or self._replace())
+        with self._lock:
+            restore = self._restorers[-1] if self._restorers else None
+            self._restorers.append(restore or self._replace())
 
     def end(self) -> None:
         """Take back one call of :meth:`begin`."""
-        restore = self._restorers.pop()
-        if not self._restorers:
-            restore()
+        with self._lock:
+            restore = self._restorers.pop()
+            if not self._restorers:
+                restore()

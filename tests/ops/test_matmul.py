@@ -1,5 +1,7 @@
 """Products of float32 matrices by oneDNN in torch's place: against float64, and what is left to torch."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -160,7 +162,7 @@ def test_errors_are_torchs(replaced):
         torch.addmm(drawn(N - 1), A, W)
 
 
-def test_torchs_kernels_are_back_when_all_have_restored_them(replaced, products, capfd):
+def test_torchs_kernels_are_back_when_all_have_restored_them(replaced, products):
     replace_matmul()
     restore_matmul()
     assert products(lambda: A @ W)[0] == 1
@@ -168,7 +170,21 @@ def test_torchs_kernels_are_back_when_all_have_restored_them(replaced, products,
     assert products(lambda: A @ W)[0] == 0
     replace_matmul()
     assert products(lambda: A @ W)[0] == 1
-    assert "Overriding" not in capfd.readouterr().err
+
+
+def test_threads_replace_and_multiply_at_once(replaced):
+    """Each writes to the same tables, if they are written to."""
+
+    def turns(call):
+        return [call() for _ in range(200)]
+
+    with ThreadPoolExecutor(4) as pool:
+        toggled = [pool.submit(turns, lambda: (replace_matmul(), restore_matmul())) for _ in range(2)]
+        found = [pool.submit(turns, lambda: A @ W) for _ in range(2)]
+        assert len([one.result() for one in toggled]) == 2
+        for one in found:
+            assert all(error(product, A.double() @ W.double()) < 1e-6 for product in one.result()[::40])
+    assert matmul.multiplies_by_onednn()
 
 
 @pytest.mark.parametrize(
@@ -205,7 +221,7 @@ def test_compiled_layers_call_it(replaced, products):
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("onednn_multiplies_float32", False, "the processor has no AVX-512"),
+        ("onednn_multiplies_float32", False, "oneDNN has no AVX-512 here"),
         ("missing_kernel", "no compiler", "no compiler"),
     ],
 )
@@ -214,6 +230,6 @@ def test_it_says_why_not(native, one_thread, products, monkeypatch, name, value,
     monkeypatch.setattr(matmul, name, lambda: value)
     if not torch.backends.mkl.is_available():
         pytest.skip("torch without MKL has this as its reason")
-    with pytest.raises(RuntimeError, match=f"in place of MKL: {reason}. Leave onednn_matmul off"):
+    with pytest.raises(RuntimeError, match=f"in place of MKL: {reason}.*Leave onednn_matmul off"):
         replace_matmul()
     assert products(lambda: A @ W)[0] == 0

@@ -14,6 +14,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
 #include <vector>
 
 namespace at::native {
@@ -29,7 +30,8 @@ using at::Tensor;
 using Sizes = std::vector<int64_t>;
 
 int64_t min_terms, min_size;  // of a product, for each thread, and of each dimension
-torch::Library* replaced = nullptr;  // never deleted at exit, when the dispatcher is gone
+// Kernels stay registered: to remove them would change the dispatcher's tables while other threads read these.
+std::atomic<bool> is_on = false;
 
 bool is_plain(const Tensor& x, int64_t dim) {
   return x.scalar_type() == at::kFloat && x.dim() == dim && x.device().is_cpu() && x.layout() == at::kStrided;
@@ -37,7 +39,7 @@ bool is_plain(const Tensor& x, int64_t dim) {
 
 // The sizes of the product where oneDNN computes it, and none where torch does: small or invalid products among others.
 Sizes sizes_by_onednn(const Tensor& a, const Tensor& b, int64_t dim) {
-  if (!is_plain(a, dim) || !is_plain(b, dim) || a.size(-1) != b.size(-2)) return {};
+  if (!is_on || !is_plain(a, dim) || !is_plain(b, dim) || a.size(-1) != b.size(-2)) return {};
   if (dim == 3 && a.size(0) != b.size(0)) return {};
   const int64_t rows = a.size(-2), inner = a.size(-1), columns = b.size(-1), count = dim == 3 ? a.size(0) : 1;
   if (std::min({rows, inner, columns}) < min_size) return {};
@@ -126,18 +128,12 @@ struct Silent : c10::WarningHandler {
 
 bool has_onednn_matmul() { return at::native::mkldnn_matmul != nullptr; }
 
-void restore_matmul() {
-  delete replaced;
-  replaced = nullptr;
-}
+void restore_matmul() { is_on = false; }
 
-void replace_matmul(int64_t terms, int64_t size) {
-  restore_matmul();
-  min_terms = terms;
-  min_size = size;
+void register_kernels() {
   Silent silent;
   const c10::WarningUtils::WarningHandlerGuard guard(&silent);
-  replaced = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__);
+  auto* const replaced = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__);
   replaced->impl("mm", &product<2, &at::cpu::mm>);
   replaced->impl("mm.out", &product_out<2, &at::cpu::mm_outf>);
   replaced->impl("bmm", &product<3, &at::cpu::bmm>);
@@ -148,6 +144,13 @@ void replace_matmul(int64_t terms, int64_t size) {
   replaced->impl("baddbmm", &sum<3, &at::cpu::baddbmm>);
   replaced->impl("baddbmm.out", &sum_out<3, &at::cpu::baddbmm_outf>);
   replaced->impl("baddbmm_", &sum_<3, &at::cpu::baddbmm_>);
+}
+
+void replace_matmul(int64_t terms, int64_t size) {
+  static const bool once = (register_kernels(), true);
+  min_terms = terms;
+  min_size = size;
+  is_on = once;
 }
 }  // namespace
 
