@@ -198,10 +198,7 @@ class DynamicRNN(nn.Module):
                 x = F.dropout(x, self.dropout, self.training)
             ends.append(layer.step(x, layer.zero_states(x, x.shape[0]) if states is None else states))
             x = ends[-1][0]
-        if len(ends) == 1:
-            joined = tuple(each.unsqueeze(0) for each in ends[0])
-        else:
-            joined = tuple(torch.stack(each) for each in zip(*ends, strict=True))
+        joined = tuple(torch.stack(each) for each in zip(*ends, strict=True))
         return x, (joined[0], joined[1]) if len(joined) == 2 else joined[0]
 
     def choose_execution(self, lengths: Tensor | None, device: torch.device) -> Execution:

@@ -56,7 +56,6 @@ CELLS = {
     "mingru": Cell(2, 1),
     "minlstm": Cell(3, 1),
 }
-_CELLS_OF_TORCH = {"rnn": torch.rnn_tanh_cell, "gru": torch.gru_cell}
 # Signs of the biases with which a cell's first gates keep the state.
 _MEMORY_BIAS_SIGNS: dict[str, tuple[int, ...]] = {
     "rnn": (),
@@ -177,14 +176,7 @@ class RecurrentLayer(nn.Module):
         if self.is_scan:
             gate, value = scan_terms(self.cell, self._scan_gates(x))
             return ((gate * states[0] + value).to(self.weight_ih.dtype),)
-        if torch.is_autocast_enabled(x.device.type):  # torch's cells would return another dtype
-            return self._advance(self._project(x), states)
-        weights = self._weights()
-        x, *before = (one.to(weights[0].dtype) for one in (x, *states))
-        if self.cell == "lstm":
-            hidden, cell = torch.lstm_cell(x, before, *weights)
-            return hidden, cell
-        return (_CELLS_OF_TORCH[self.cell](x, before[0], *weights),)
+        return self._advance(self._project(x), states)
 
     def _scan(self, x: Tensor, states: States, lengths: Tensor | None) -> tuple[Tensor, States]:
         out = gated_scan(self.cell, self._scan_gates(x).transpose(0, 1), states[0], lengths=lengths)
