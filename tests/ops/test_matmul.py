@@ -127,6 +127,13 @@ def test_torch_multiplies(replaced, products, name):
     assert error(found, expected) < 1e-6
 
 
+def test_matrices_of_a_batch_count_together(replaced, products):
+    for sizes in ((90, 90), (B, 90, 90)):
+        x = drawn(*sizes)
+        assert takes_onednn(sizes, sizes) == (len(sizes) == 3)
+        assert products(lambda x=x: x @ x)[0] == (len(sizes) == 3)
+
+
 def test_threads_share_the_terms(replaced, products):
     torch.set_num_threads(2)
     assert products(lambda: A @ W)[0] == 0
