@@ -221,6 +221,11 @@ def processes_in(folder):
     return found
 
 
+def obey_interrupts():
+    """Undo what a shell does to the processes that it runs in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "line"), [(signal.SIGKILL, "identity"), (signal.SIGTERM, "identity"), (signal.SIGINT, "baseline")]
@@ -235,7 +240,7 @@ def test_no_process_and_no_folder_stays_behind(tmp_path, number, line):
     journal = folder / "tuned" / "journal.jsonl"
     with subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
+        start_new_session=True, preexec_fn=obey_interrupts,
     ) as process:  # fmt: skip
         while not (journal.exists() and line in journal.read_text() and len(processes_in(folder)) > 1):
             assert process.poll() is None, process.stdout.read()
