@@ -16,6 +16,7 @@ from tests.ranks import cpu_seconds
 
 # torch and the package are imported in functions: the process of pytest-xdist that runs no tests starts the others
 # seconds earlier without them.
+collect_ignore = ["emulated_gpu"]
 BUILDS: list[logging.LogRecord] = []
 logging.getLogger("lightning_accel.ops.native_build").addFilter(lambda record: BUILDS.append(record) is None)
 
@@ -81,7 +82,8 @@ def pytest_runtest_call(item):
     has_imported = len(sys.modules) - modules > 100  # such as transformers, which whoever comes first pays for all
     is_measured = torch.get_num_threads() == 1  # several spin while they wait for each other
     has_built = len(BUILDS) > builds  # a native library, once on a machine
-    is_measured = is_measured and not (has_imported or has_built or item.get_closest_marker("slow"))
+    # the first test on a GPU pays for CUDA's start
+    is_measured = is_measured and not (has_imported or has_built or any(map(item.get_closest_marker, ("slow", "gpu"))))
     if is_measured and seconds > LIMIT:
         seconds /= _slowness()
         # Other programs empty the caches of a test, but not those of the small loop of _slowness: on busy machines a
@@ -122,6 +124,8 @@ def pytest_runtest_setup(item):
     marker = item.get_closest_marker("gpu")
     if marker and torch.cuda.device_count() < (needed := marker.args[0] if marker.args else 1):
         pytest.skip(f"needs {needed} CUDA devices")
+    if marker and marker.kwargs.get("kernels") and "EMULATED_GPUS" in os.environ:
+        pytest.skip("needs compiled kernels, which compute nothing on an emulated GPU")
 
 
 @pytest.fixture

@@ -203,6 +203,7 @@ def _build(name: str, folder: Path, target: str, library: Path, timeout: float) 
             "build_directory": made,
             "extra_cflags": _flags(target),
             "extra_cuda_cflags": ["-O3", "-DUSE_CUDA"],  # USE_CUDA makes the stable headers declare the current stream
+            "extra_ldflags": _runtime_flags(Path(made)) if _is_cuda(target) else [],
             "extra_include_paths": [str(folder)],
             "is_python_module": False,
         }
@@ -234,6 +235,16 @@ def _delete_stale_builds(cache: Path) -> None:
 
 def _is_cuda(target: str) -> bool:
     return target.startswith("sm_")
+
+
+def _runtime_flags(made: Path) -> list[str]:
+    """Return flags that let ``-lcudart`` find the runtime that torch's wheels install, which lacks the linker's name."""
+    packages = Path(torch.__file__).parents[1]
+    runtime = next(packages.glob("nvidia/*/lib/libcudart.so.*"), None)
+    if runtime is None:  # torch uses the runtime of an installed toolkit, which has that name
+        return []
+    (made / "libcudart.so").symlink_to(runtime)
+    return [f"-L{made}"]
 
 
 def _build_environment(target: str, compiler: list[str], made: Path) -> dict[str, str]:

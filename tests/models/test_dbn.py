@@ -580,7 +580,8 @@ def test_too_few_epochs_are_told():
 @pytest.mark.parametrize("finetune", ["classifier", "updown"])
 def test_it_trains_and_resumes_on_a_gpu(precision, finetune, run_folder):
     options = {"accelerator": "gpu", "devices": 1, "precision": precision, "default_root_dir": run_folder}
-    run = fit(model(finetune=finetune), max_epochs=2, **options)
+    with pytest.warns(UserWarning, match="training ends in 'rbm 1'"):
+        run = fit(model(finetune=finetune), max_epochs=2, **options)
     run.save_checkpoint("half.ckpt")
     one = model(finetune=finetune)
     go_on = trainer(max_epochs=one.schedule.num_epochs, max_steps=-1, **options)

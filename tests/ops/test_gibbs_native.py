@@ -176,7 +176,7 @@ def test_compiled_code_has_the_formula_without_a_break(native):
     assert set(compiled(x).unique().tolist()) == {0.0, 1.0}
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(kernels=True)
 @pytest.mark.parametrize("n", [0, 1, 5, 1024, 70_001])
 @pytest.mark.parametrize("offset", [0, 1])
 def test_gpu_draws_the_cpus_numbers(native, n, offset):
@@ -186,7 +186,7 @@ def test_gpu_draws_the_cpus_numbers(native, n, offset):
     torch.testing.assert_close(kernel(logits.to(device)[offset:]).cpu(), kernel(logits[offset:]), rtol=0, atol=0)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(kernels=True)
 def test_gpu_draws_with_its_own_generator():
     logits = torch.zeros(1_000_000, device="cuda")
     first, second = (sample_bernoulli(logits, torch.Generator("cuda").manual_seed(1)) for _ in range(2))

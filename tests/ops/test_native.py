@@ -148,7 +148,7 @@ def test_a_changed_header_means_another_library(cache, tmp_path, compiler):
         again.serves(CPU)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(kernels=True)
 def test_kernels_for_gpus_are_built_beside_those_for_the_cpu(cache, tmp_path, compiler):
     folder = sources(tmp_path / "src", "native_cuda")
     (folder / "scale.cu").write_text(CUDA_SOURCE.replace("NAMESPACE", "native_cuda"))

@@ -10,7 +10,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "custom_ops.ipynb"
-DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu(kernels=True))]
 
 
 @pytest.fixture(autouse=True)
@@ -70,14 +70,14 @@ def test_the_kernel_refuses_what_it_cannot_read(device):
         torch.ops.tutorial_add_tested.add(a.half(), b.half())
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu(2, kernels=True)
 def test_runs_where_the_tensors_are():
     with torch.cuda.device(0):
         a, b = torch.randn(2, 4, 3, device="cuda:1")
         assert torch.equal(tutorial().add(a, b), a + b)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(kernels=True)
 def test_runs_on_the_current_stream():
     a = torch.zeros(1 << 20, device="cuda")
     assert tutorial().LIBRARY.serves(a.device)

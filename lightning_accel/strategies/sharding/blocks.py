@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
+from torchmetrics import Metric
 
 from lightning_accel._private.torch import NormBase
 from lightning_accel.ops.names import list_of_names
@@ -122,7 +123,7 @@ def _shard_experts(name: str, experts: nn.Module, sharding: Sharding, mesh: Devi
 
 
 def _move_unsharded(module: nn.Module, sharding: Sharding) -> None:
-    """Move what FSDP does not: experts without replicas, and buffers if parameters are kept on the CPU."""
+    """Move what FSDP does not: experts without replicas, and buffers and metrics if parameters are kept on the CPU."""
     device_type = sharding.mesh.device_type
     if any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
         device = torch.device("cpu" if sharding.cpu_offload else device_type)
@@ -135,6 +136,8 @@ def _move_unsharded(module: nn.Module, sharding: Sharding) -> None:
         module.to(device_type)
         return
     for submodule in module.modules():
+        if isinstance(submodule, Metric):
+            submodule.to(device_type)
         for name, buffer in submodule.named_buffers(recurse=False):
             setattr(submodule, name, buffer.to(device_type))
 
