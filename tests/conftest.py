@@ -121,10 +121,11 @@ def _slowness() -> float:
 def pytest_runtest_setup(item):
     import torch
 
-    marker = item.get_closest_marker("gpu")
-    if marker and torch.cuda.device_count() < (needed := marker.args[0] if marker.args else 1):
+    markers = list(item.iter_markers("gpu"))
+    needed = max((marker.args[0] if marker.args else 1 for marker in markers), default=0)
+    if torch.cuda.device_count() < needed:
         pytest.skip(f"needs {needed} CUDA devices")
-    if marker and marker.kwargs.get("kernels") and "EMULATED_GPUS" in os.environ:
+    if any(marker.kwargs.get("kernels") for marker in markers) and "EMULATED_GPUS" in os.environ:
         pytest.skip("needs compiled kernels, which compute nothing on an emulated GPU")
 
 

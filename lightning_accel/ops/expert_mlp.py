@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_accel.ops.grouped_linear import cast_for_autocast, grouped_linear, takes_grouped_mm
+from lightning_accel.ops.grouped_linear import cast_for_autocast, choose_grouped_backend, grouped_linear
 
 Activation: TypeAlias = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
-Backend: TypeAlias = Literal["auto", "blocks", "dense", "grouped_mm", "loop"]
+Backend: TypeAlias = Literal["auto", "blocks", "dense", "grouped_mm", "loop", "triton"]
 
 _BLOCK_BYTES = 1024  # bytes per feature and thread: a block's activations stay in cache from one product to the next
 _FEW_SLOTS = 128  # per expert: below, blocks cost more Python overhead than they save memory traffic (measured),
@@ -59,8 +59,9 @@ def expert_mlp(
         down_bias: (E, D).
         activation: ``gelu`` (exact), ``gelu_tanh`` (approximated by tanh), ``quick_gelu`` (x * sigmoid(1.702 * x), both
             of Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415), ``relu`` or ``silu``.
-        backend: ``loop`` is the reference formula, and the only backend with second derivatives. ``grouped_mm`` is
-            torch's kernel; it leaves ``counts`` on its device. ``blocks``, for the CPU, runs a block of tokens through
+        backend: ``loop`` is the reference formula. ``grouped_mm`` and ``triton`` are the kernels for CUDA of
+            :func:`~lightning_accel.ops.grouped_linear`, which leave ``counts`` on its device; the latter has second
+            derivatives, as the loop. ``blocks``, for the CPU, runs a block of tokens through
             both layers while it is in cache, and stores half of what autograd would. ``dense`` runs every expert
             on every token, in products that any runtime supports: for exported programs. ``auto`` calls
             :func:`choose_backend`.
@@ -141,7 +142,7 @@ def _dense(
 def choose_backend(up_weight: Tensor, down_weight: Tensor, num_slots: int) -> Backend:
     """Return the fastest backend of :func:`expert_mlp` for these weights (device, dtype, shape) and number of slots."""
     if up_weight.device.type != "cpu":
-        return "grouped_mm" if takes_grouped_mm(up_weight, down_weight) else "loop"
+        return choose_grouped_backend(up_weight, down_weight)
     if torch.compiler.is_compiling():  # a loop would break the graph, a choice would put a guard on the number of slots
         return "blocks"
     expert_bytes = (up_weight.nbytes + down_weight.nbytes) // len(up_weight)

@@ -1,6 +1,7 @@
 """Packages that only some features need, imported on first use."""
 
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +17,9 @@ EXTRA_OF = {
     "sklearn": "data",
     "torchao": "compress",
 }
+
+
+HAS_TRITON = find_spec("triton") is not None  # a constant, which torch.compile reads without a warning
 
 
 class _OnFirstUse(ModuleType):

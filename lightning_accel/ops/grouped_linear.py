@@ -1,12 +1,14 @@
 """A separate linear layer for each group of rows. Shapes: M rows, I features in, O features out, E groups."""
 
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-GroupedBackend: TypeAlias = Literal["auto", "grouped_mm", "loop"]
+from lightning_accel.ops.extras import HAS_TRITON
+
+GroupedBackend: TypeAlias = Literal["auto", "grouped_mm", "loop", "triton"]
 
 
 def grouped_linear(
@@ -19,8 +21,9 @@ def grouped_linear(
         weight: (E, O, I), in the dtype of ``x``; under autocast all tensors are cast to its dtype.
         counts: (E,) int64, rows of each group; any may be 0.
         bias: (E, O), added to each row of the group.
-        backend: ``grouped_mm``, torch's kernel, which leaves ``counts`` on its device; ``loop``, one matrix product per
-            group, which copies ``counts`` to the host; ``auto``, the kernel on CUDA if it supports the shapes.
+        backend: ``grouped_mm``, torch's kernel, which on CUDA is made for bfloat16; ``triton``, ours for CUDA in 16 bits
+            or float32; both leave ``counts`` on its device. ``loop``, one matrix product per group, copies ``counts``
+            to the host. ``auto`` is the first of them that the device, the dtype and the shapes of ``weight`` suit.
 
     Returns:
         (M, O); rows that belong to no group are 0.
@@ -32,29 +35,88 @@ def grouped_linear(
     x, weight = cast_for_autocast(x, weight)
     bias = None if bias is None else bias.to(x.dtype)
     if backend == "auto":
-        backend = "grouped_mm" if takes_grouped_mm(weight) else "loop"
+        backend = choose_grouped_backend(weight)
     with torch.autocast(x.device.type, enabled=False):
         if backend == "loop":
             return _loop(x, weight, counts, bias)
         ends = counts.cumsum(0)
+        if backend == "triton":
+            product = _multiply_rows(x, weight, ends)
+            return product if bias is None else product + _bias_of_rows(bias, ends, len(x))
         # the kernel does not initialise rows past the last end, neither in its output nor in the gradient of x
         grouped = (torch.arange(len(x), device=x.device) < ends[-1]).unsqueeze(1)
         x = torch.where(grouped, x, 0)
         product = F.grouped_mm(x, weight.transpose(1, 2), offs=ends.to(torch.int32))
         if bias is not None:
-            group = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)
-            product = product + F.pad(bias, (0, 0, 0, 1)).index_select(0, group)
+            product = product + _bias_of_rows(bias, ends, len(x))
         return torch.where(grouped, product, 0)
 
 
-def takes_grouped_mm(*weights: Tensor) -> bool:
-    """Return whether torch's grouped kernel is fast for ``weights`` (E, O, I): CUDA, and sizes of 16-byte multiples."""
-    return all(
-        weight.is_cuda
-        and weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
-        and all(size * weight.element_size() % 16 == 0 for size in weight.shape[1:])
-        for weight in weights
-    )
+def choose_grouped_backend(*weights: Tensor) -> Literal["grouped_mm", "loop", "triton"]:
+    """Return the backend of :func:`grouped_linear` for ``weights`` (E, O, I).
+
+    Torch's kernel for CUDA takes bfloat16, and rows of a multiple of 16 bytes. For other dtypes it is a loop that copies
+    the sizes of groups to the host, and ``torch.compile`` refuses it.
+    """
+    dtypes = {weight.dtype for weight in weights}
+    if not all(weight.is_cuda for weight in weights) or not dtypes <= {torch.bfloat16, torch.float16, torch.float32}:
+        return "loop"
+    if dtypes == {torch.bfloat16} and all(size % 8 == 0 for weight in weights for size in weight.shape[1:]):
+        return "grouped_mm"
+    return "triton" if HAS_TRITON else "loop"
+
+
+def _bias_of_rows(bias: Tensor, ends: Tensor, num_rows: int) -> Tensor:
+    """Return the bias (M, O) of each row, 0 for one of no group."""
+    group = torch.searchsorted(ends, torch.arange(num_rows, device=ends.device), right=True)
+    return F.pad(bias, (0, 0, 0, 1)).index_select(0, group)
+
+
+# The gradients of each of the two products are products of both kinds, so that all derivatives exist.
+
+
+@torch.library.custom_op("lightning_accel::multiply_rows", mutates_args=())
+def _multiply_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    from lightning_accel.ops.grouped_triton import multiply_rows
+
+    return multiply_rows(x, weight, ends)
+
+
+@torch.library.custom_op("lightning_accel::multiply_groups", mutates_args=())
+def _multiply_groups(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    from lightning_accel.ops.grouped_triton import multiply_groups
+
+    return multiply_groups(left, right, ends)
+
+
+@_multiply_rows.register_fake
+def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+@_multiply_groups.register_fake
+def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _rows_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, ends = ctx.saved_tensors
+    d_x = _multiply_rows(grad, weight.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
+    return d_x, _multiply_groups(grad, x, ends) if ctx.needs_input_grad[1] else None, None
+
+
+def _groups_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    left, right, ends = ctx.saved_tensors
+    d_left = _multiply_rows(right, grad, ends) if ctx.needs_input_grad[0] else None
+    return d_left, _multiply_rows(left, grad.transpose(1, 2), ends) if ctx.needs_input_grad[1] else None, None
+
+
+_multiply_rows.register_autograd(_rows_backward, setup_context=_save)
+_multiply_groups.register_autograd(_groups_backward, setup_context=_save)
 
 
 def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -62,11 +62,12 @@ def main(arguments: list[str]) -> None:
     compiler = next(Path(torch.__file__).parents[1].glob("nvidia/cu*/bin/nvcc"), None)
     if compiler is not None:  # of the wheels, which have the headers of torch's version
         os.environ["CUDA_HOME"] = str(compiler.parents[1])
+    if os.environ.setdefault("TRITON_INTERPRET", "1") == "0":
+        os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # each tensor is fresh, so that it is zero
     os.environ |= {
         "EMULATED_GPUS": gpus,
         "LD_PRELOAD": str(built / "libcuda.so.1"),
         "PYTHONPATH": os.pathsep.join(paths),
-        "TRITON_INTERPRET": os.environ.get("TRITON_INTERPRET", "1"),
         "TRITON_LIBCUDA_PATH": str(built),
     }
     os.execv(sys.executable, [sys.executable, *arguments])

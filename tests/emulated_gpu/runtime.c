@@ -43,6 +43,7 @@ static cudaError_t forget(void *start) {
 
 static cudaError_t allocate(void **pointer, size_t size, int device) {
   if (posix_memalign(pointer, 512, size ? size : 1)) return cudaErrorMemoryAllocation;
+  memset(*pointer, 0, size); /* indices that a compiled kernel left out are 0, which no operator refuses */
   return note(*pointer, size, device);
 }
 

@@ -1,4 +1,4 @@
-"""Layers and operations on CPU tensors while another device is the default: ``meta``, on which nothing has a value."""
+"""Layers and operations on CPU tensors while another device is the default, as ``meta``, where nothing has a value."""
 
 import pytest
 import torch
@@ -64,10 +64,11 @@ def tensors_of(output):
     return [one for part in output for one in tensors_of(part)] if isinstance(output, tuple | list) else []
 
 
+@pytest.mark.parametrize("default", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("cases", [networks, scans, mixtures, machines, graphs])
-def test_results_are_on_the_device_of_the_inputs(cases):
+def test_results_are_on_the_device_of_the_inputs(cases, default):
     for call, given in cases():
-        with torch.device("meta"):
+        with torch.device(default):
             output = call(*given)
         for one in tensors_of(output):
             assert one.is_cpu, call

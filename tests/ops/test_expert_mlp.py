@@ -196,7 +196,7 @@ def test_backends_are_chosen_and_checked():
     assert choose_backend(torch.empty(2, 512, 256), torch.empty(2, 256, 512), 3) == "blocks"
     assert choose_backend(up.to("meta"), down.to("meta"), 256) == "loop"
     arguments = inputs([2, 1])
-    with pytest.raises(ValueError, match="backend must be one of auto, blocks, dense, grouped_mm, loop; got 'fast'"):
+    with pytest.raises(ValueError, match="backend must be one of auto, blocks, dense, grouped_mm, loop, triton; got 'fast'"):
         run(*arguments, backend="fast")
     with pytest.raises(
         ValueError, match="activation must be one of gelu, gelu_tanh, quick_gelu, relu, silu; got 'tanh'"
@@ -213,7 +213,7 @@ def test_cuda_matches_float64(dtype):
     wide = [tensor.detach().double().requires_grad_() for tensor in learned]
     expected = run(wide, token_of_slot, counts)
     on_gpu = [tensor.detach().cuda().requires_grad_() for tensor in learned]
-    assert choose_backend(*on_gpu[2:4], len(token_of_slot)) == "grouped_mm"
+    assert choose_backend(*on_gpu[2:4], len(token_of_slot)) == ("grouped_mm" if dtype == torch.bfloat16 else "triton")
     actual = run(on_gpu, token_of_slot.cuda(), counts.cuda())
     tolerance = {"rtol": 0, "atol": 1e-4 if dtype == torch.float32 else 0.1}
     torch.testing.assert_close(actual.double().cpu(), expected, **tolerance)
@@ -223,8 +223,9 @@ def test_cuda_matches_float64(dtype):
 
 
 @pytest.mark.gpu
-def test_cuda_never_waits_for_the_device():
-    learned, token_of_slot, counts = inputs([20, 0, 41, 13], torch.bfloat16, num_tokens=40, dim=16, hidden_dim=8)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_cuda_never_waits_for_the_device(dtype):
+    learned, token_of_slot, counts = inputs([20, 0, 41, 13], dtype, num_tokens=40, dim=16, hidden_dim=8)
     on_gpu = [tensor.detach().cuda().requires_grad_() for tensor in learned], token_of_slot.cuda(), counts.cuda()
     torch.cuda.set_sync_debug_mode("error")
     try:

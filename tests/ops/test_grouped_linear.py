@@ -65,3 +65,47 @@ def test_cuda_kernel_matches_loop(dtype):
         out = grouped_linear(x, weight, COUNTS.cuda(), backend=backend)
         results.append((out, *torch.autograd.grad(out.float().square().sum(), (x, weight))))
     torch.testing.assert_close(*results, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("counts", [[2, 0, 3, 1], [0, 0, 0, 0], [70, 0, 129, 1], [0, 201, 0, 0]], ids=str)
+@pytest.mark.parametrize("width", [(7, 5), (40, 100)], ids=str)
+def test_triton_matches_float64(dtype, counts, width):
+    counts = torch.tensor(counts)
+    num_rows, bias = int(counts.sum()) + 3, torch.randn(4, width[1], dtype=dtype, requires_grad=True)
+    tensors = *inputs(dtype, num_rows, width), bias
+    tensors[0].data[-3:] = torch.nan  # of no group
+    wide = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    expected = grouped_linear(*wide[:2], counts, wide[2], "loop")
+    on_gpu = [tensor.detach().cuda().requires_grad_() for tensor in tensors]
+    out = grouped_linear(*on_gpu[:2], counts.cuda(), on_gpu[2], "triton")
+    probe = torch.randn_like(expected).to(dtype)
+    gradients = torch.autograd.grad(out, on_gpu, probe.cuda()), torch.autograd.grad(expected, wide, probe.double())
+    tolerance = (0, 1e-4) if dtype == torch.float32 else (0.02, 0.01 * counts.sum().clamp(min=10).sqrt().item())
+    for actual, reference in zip((out, *gradients[0]), (expected, *gradients[1]), strict=True):
+        torch.testing.assert_close(actual.double().cpu(), reference, rtol=tolerance[0], atol=tolerance[1])
+
+
+@pytest.mark.gpu
+def test_triton_has_all_derivatives():
+    x, weight = (tensor.detach().cuda().requires_grad_() for tensor in inputs(torch.float32, 7, (3, 2)))
+    gradients = []
+    for backend in ("triton", "loop"):
+        out = grouped_linear(x, weight, COUNTS.cuda(), backend=backend)
+        first = torch.autograd.grad(out.pow(3).sum(), (x, weight), create_graph=True)
+        gradients.append((*first, *torch.autograd.grad(sum(part.square().sum() for part in first), (x, weight))))
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [(8, 16), (7, 5)], ids=str)
+def test_the_host_never_waits(dtype, width):
+    x, weight = (tensor.detach().cuda().requires_grad_() for tensor in inputs(dtype, 9, width))
+    bias, counts = torch.randn(4, width[1], dtype=dtype, device="cuda", requires_grad=True), COUNTS.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        grouped_linear(x, weight, counts, bias).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

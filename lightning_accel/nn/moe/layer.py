@@ -153,8 +153,10 @@ class MixtureOfExperts(nn.Module):
         experts, order = self._sort(expert_of_slot)
         counts = report.expert_counts
         if self.capacity_factor is not None:
-            asked = order.shape[0] if mask is None else counts.sum()  # neither waits for the device
-            capacity = torch.as_tensor(self.capacity_factor * asked / self.num_experts, device=x.device).ceil().long()
+            if mask is None:  # filled on the device: a copy of a number would make the host wait
+                capacity = counts.new_full((), math.ceil(self.capacity_factor * order.shape[0] / self.num_experts))
+            else:
+                capacity = (self.capacity_factor * counts.sum() / self.num_experts).ceil().long()
             order, counts, dropped = self._drop(experts, order, counts, capacity)
             # not _replace, whose result torch.compile of 2.11 cannot return
             balance_loss, z_loss, asked, dropped_before, confidence = report

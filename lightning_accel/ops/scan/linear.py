@@ -4,8 +4,7 @@ Shapes: B samples, T steps, H channels, G gates; C chunks of L steps.
 """
 
 from collections.abc import Sequence
-from functools import cache, lru_cache
-from importlib.util import find_spec
+from functools import lru_cache
 from math import isqrt
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_accel._private.torch import in_transform
+from lightning_accel.ops.extras import HAS_TRITON
 
 NUM_GATES = {"mingru": 2, "minlstm": 3}
 
@@ -341,13 +341,8 @@ def _zero_steps_(x: Tensor, rows: Tensor) -> None:
     x.view(-1, x.shape[2]).index_fill_(0, rows.flatten().nonzero().squeeze(1), 0)
 
 
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
-
-
 def _use_triton(x: Tensor) -> bool:
-    return x.is_cuda and _has_triton()
+    return x.is_cuda and HAS_TRITON
 
 
 # The recurrence as a custom op, for graphs: torch.compile would break at the Function's loop, or unroll it.
