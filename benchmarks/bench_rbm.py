@@ -319,6 +319,7 @@ def check_answers(case: Case) -> None:
 
 
 def reconstruction_error(rows: Tensor, weight: Tensor, visible_bias: Tensor, hidden_bias: Tensor) -> float:
+    rows = rows.to(weight)
     hidden = torch.sigmoid(rows @ weight.T + hidden_bias)
     return float((torch.sigmoid(hidden @ weight + visible_bias) - rows).square().mean())
 

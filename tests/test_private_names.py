@@ -106,7 +106,7 @@ def test_only_the_private_modules_touch_private_names_of_others():
 
 def package_classes() -> Iterator[type]:
     for path in TREES:
-        if path.split("/")[-1] not in ("__main__.py", "triton.py"):
+        if not path.endswith(("__main__.py", "triton.py")):
             module = importlib.import_module(".".join(["lightning_accel", *path.removesuffix(".py").split("/")]))
             yield from (one for one in vars(module).values() if getattr(one, "__module__", "") == module.__name__)
 
@@ -161,7 +161,7 @@ def test_imports_leave_nothing_to_run_at_exit():
     modules = [
         ".".join(["lightning_accel", *path.removesuffix(".py").removesuffix("/__init__").split("/")])
         for path in TREES
-        if path.split("/")[-1] not in ("__init__.py", "__main__.py", "triton.py")
+        if not path.endswith(("__init__.py", "__main__.py", "triton.py"))
     ]
     script = (
         "import atexit, importlib, signal, sys, threading\n"

@@ -335,7 +335,7 @@ class RelationalGNN(SupervisedModel):
             x = torch.ones(batch.num_nodes, 1, device=batch.edge_index.device, dtype=self.dtype)  # type: ignore[arg-type]
         size, edges = None if batch.batch is None else self._num_samples(batch), self._edges(batch)
         # the precision "bf16-true" converts tensors of a batch, but not those of graphs
-        x, edges = (one.to(self.dtype) if one is not None and one.is_floating_point() else one for one in (x, edges))  # type: ignore[arg-type]
+        x, edges = (one.to(self.dtype) if one is not None and one.is_floating_point() else one for one in (x, edges))
         return x, batch.edge_index, edges, batch.batch, size, getattr(batch, "triangle_index", None)
 
     @property

@@ -21,8 +21,8 @@ def grouped_linear(
         weight: (E, O, I), in the dtype of ``x``; under autocast all tensors are cast to its dtype.
         counts: (E,) int64, rows of each group; any may be 0.
         bias: (E, O), added to each row of the group.
-        backend: ``grouped_mm``, torch's kernel, which on CUDA is made for bfloat16; ``triton``, ours for CUDA in 16 bits
-            or float32; both leave ``counts`` on its device. ``loop``, one matrix product per group, copies ``counts``
+        backend: ``grouped_mm``, torch's kernel, on CUDA made for bfloat16; ``triton``, ours for CUDA in 16 bits or
+            float32; both leave ``counts`` on its device. ``loop``, one matrix product per group, copies ``counts``
             to the host. ``auto`` is the first of them that the device, the dtype and the shapes of ``weight`` suit.
 
     Returns:
@@ -55,8 +55,8 @@ def grouped_linear(
 def choose_grouped_backend(*weights: Tensor) -> Literal["grouped_mm", "loop", "triton"]:
     """Return the backend of :func:`grouped_linear` for ``weights`` (E, O, I).
 
-    Torch's kernel for CUDA takes bfloat16, and rows of a multiple of 16 bytes. For other dtypes it is a loop that copies
-    the sizes of groups to the host, and ``torch.compile`` refuses it.
+    Torch's kernel for CUDA takes bfloat16, and rows of a multiple of 16 bytes. For other dtypes it is a loop that
+    copies the sizes of groups to the host, and ``torch.compile`` refuses it.
     """
     dtypes = {weight.dtype for weight in weights}
     if not all(weight.is_cuda for weight in weights) or not dtypes <= {torch.bfloat16, torch.float16, torch.float32}:

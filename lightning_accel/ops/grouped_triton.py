@@ -93,9 +93,7 @@ def _rows_kernel(
             is_row = (row[:, None] < end) & (inner[None, :] < num_in)
             is_column = (inner[:, None] < num_in) & (column[None, :] < num_out)
             rows = tl.load(x + row[:, None] * x_row + inner[None, :] * x_in, mask=is_row, other=0)
-            columns = tl.load(
-                here + inner[:, None] * weight_in + column[None, :] * weight_out, mask=is_column, other=0
-            )
+            columns = tl.load(here + inner[:, None] * weight_in + column[None, :] * weight_out, mask=is_column, other=0)
             total = tl.dot(rows, columns, total, input_precision=PRECISION)
         mask = (row[:, None] < end) & (column[None, :] < num_out)
         tl.store(out + row[:, None] * num_out + column[None, :], total.to(out.dtype.element_ty), mask=mask)

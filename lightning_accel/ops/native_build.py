@@ -238,7 +238,7 @@ def _is_cuda(target: str) -> bool:
 
 
 def _runtime_flags(made: Path) -> list[str]:
-    """Return flags that let ``-lcudart`` find the runtime that torch's wheels install, which lacks the linker's name."""
+    """Return flags for ``-lcudart`` to find the runtime of torch's wheels, whose file lacks the name for linkers."""
     packages = Path(torch.__file__).parents[1]
     runtime = next(packages.glob("nvidia/*/lib/libcudart.so.*"), None)
     if runtime is None:  # torch uses the runtime of an installed toolkit, which has that name

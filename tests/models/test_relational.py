@@ -14,7 +14,7 @@ from lightning_accel.data import AddRelationalTriples, GeneratedGraphs, GraphBat
 from lightning_accel.models import ConvolutionLayers, Marking
 from lightning_accel.strategies import PipelineStrategy
 from tests.ranks import run_ranks
-from tests.strategies.trained import trainer
+from tests.strategies.trained import SGD, fit, trainer
 from tests.tolerance import CLOSE
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
@@ -567,3 +567,9 @@ class Own(nn.Module):
 
     def forward(self, x, edge_index):
         return self.linear(x)
+
+
+def test_trains_in_bf16_parameters_on_graphs_whose_features_no_precision_converts():
+    run = fit("graphs", precision="bf16-true", optimizer=SGD, num_rows=8, max_steps=1)
+    assert run.global_step == 1
+    assert run.lightning_module.dtype == torch.bfloat16

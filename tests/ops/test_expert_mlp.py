@@ -196,7 +196,9 @@ def test_backends_are_chosen_and_checked():
     assert choose_backend(torch.empty(2, 512, 256), torch.empty(2, 256, 512), 3) == "blocks"
     assert choose_backend(up.to("meta"), down.to("meta"), 256) == "loop"
     arguments = inputs([2, 1])
-    with pytest.raises(ValueError, match="backend must be one of auto, blocks, dense, grouped_mm, loop, triton; got 'fast'"):
+    with pytest.raises(
+        ValueError, match="backend must be one of auto, blocks, dense, grouped_mm, loop, triton; got 'fast'"
+    ):
         run(*arguments, backend="fast")
     with pytest.raises(
         ValueError, match="activation must be one of gelu, gelu_tanh, quick_gelu, relu, silu; got 'tanh'"
