@@ -14,9 +14,9 @@ import pytest
 
 from tests.ranks import cpu_seconds
 
+collect_ignore = ["emulated_gpu"]
 # torch and the package are imported in functions: the process of pytest-xdist that runs no tests starts the others
 # seconds earlier without them.
-collect_ignore = ["emulated_gpu"]
 BUILDS: list[logging.LogRecord] = []
 logging.getLogger("lightning_accel.ops.native_build").addFilter(lambda record: BUILDS.append(record) is None)
 

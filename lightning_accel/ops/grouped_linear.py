@@ -10,6 +10,8 @@ from lightning_accel.ops.extras import HAS_TRITON
 
 GroupedBackend: TypeAlias = Literal["auto", "grouped_mm", "loop", "triton"]
 
+_TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
 
 def grouped_linear(
     x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None, backend: GroupedBackend = "auto"
@@ -22,11 +24,14 @@ def grouped_linear(
         counts: (E,) int64, rows of each group; any may be 0.
         bias: (E, O), added to each row of the group.
         backend: ``grouped_mm``, torch's kernel, on CUDA made for bfloat16; ``triton``, ours for CUDA in 16 bits or
-            float32; both leave ``counts`` on its device. ``loop``, one matrix product per group, copies ``counts``
-            to the host. ``auto`` is the first of them that the device, the dtype and the shapes of ``weight`` suit.
+            float32, with sums in float32; both leave ``counts`` on its device. ``loop``, one matrix product per group,
+            copies ``counts`` to the host. ``auto`` calls :func:`choose_grouped_backend`.
 
     Returns:
         (M, O); rows that belong to no group are 0.
+
+    Raises:
+        ValueError: if ``backend`` is ``triton`` and tensors are not on CUDA, or float64, or Triton is missing.
 
     >>> x, weight = torch.ones(3, 2), torch.tensor([[[1.0, 1.0]], [[2.0, 2.0]]])
     >>> grouped_linear(x, weight, torch.tensor([2, 1])).flatten()
@@ -41,6 +46,11 @@ def grouped_linear(
             return _loop(x, weight, counts, bias)
         ends = counts.cumsum(0)
         if backend == "triton":
+            if not (x.is_cuda and HAS_TRITON and x.dtype in _TRITON_DTYPES):
+                raise ValueError(
+                    "the backend 'triton' takes bfloat16, float16 or float32 on CUDA, and needs Triton; got "
+                    f"{x.dtype} on {x.device}, and Triton is {'' if HAS_TRITON else 'not '}installed. Use 'auto'"
+                )
             product = _multiply_rows(x, weight, ends)
             return product if bias is None else product + _bias_of_rows(bias, ends, len(x))
         # the kernel does not initialise rows past the last end, neither in its output nor in the gradient of x
@@ -55,13 +65,15 @@ def grouped_linear(
 def choose_grouped_backend(*weights: Tensor) -> Literal["grouped_mm", "loop", "triton"]:
     """Return the backend of :func:`grouped_linear` for ``weights`` (E, O, I).
 
-    Torch's kernel for CUDA takes bfloat16, and rows of a multiple of 16 bytes. For other dtypes it is a loop that
-    copies the sizes of groups to the host, and ``torch.compile`` refuses it.
+    Torch's kernel for CUDA takes bfloat16, rows of a multiple of 16 bytes, and GPUs of compute capability 9 and 10.
+    Else it is a loop that copies the sizes of groups to the host, and ``torch.compile`` refuses it in float32.
     """
     dtypes = {weight.dtype for weight in weights}
-    if not all(weight.is_cuda for weight in weights) or not dtypes <= {torch.bfloat16, torch.float16, torch.float32}:
+    if not all(weight.is_cuda for weight in weights) or not dtypes <= set(_TRITON_DTYPES):
         return "loop"
-    if dtypes == {torch.bfloat16} and all(size % 8 == 0 for weight in weights for size in weight.shape[1:]):
+    is_aligned = all(size % 8 == 0 for weight in weights for size in weight.shape[1:])
+    is_new = torch.version.hip is None and torch.cuda.get_device_capability(weights[0].device)[0] in (9, 10)
+    if dtypes == {torch.bfloat16} and is_aligned and is_new:
         return "grouped_mm"
     return "triton" if HAS_TRITON else "loop"
 

@@ -3,7 +3,8 @@
 Needs a CUDA build of torch, a C++ compiler and CUDA's headers (``pip install "cuda-toolkit[nvcc,cccl]"``), but no GPU:
 memory and streams are the host's (``runtime.c``), and operators of CUDA tensors are computed by the CPU
 (``kernels.cpp``), with the devices, the states of random numbers and the waits of CUDA. Triton's interpreter runs its
-kernels; with ``TRITON_INTERPRET=0`` they are compiled and launched but compute nothing, as those of ``*.cu`` files.
+kernels; with ``TRITON_INTERPRET=0`` they are compiled and launched but compute nothing. Kernels of ``*.cu`` files are
+not built.
 """
 
 import hashlib
@@ -59,13 +60,12 @@ def main(arguments: list[str]) -> None:
     built = Path(sys.prefix, "emulated_gpu")
     build(built)
     paths = [str(FOLDER / "startup"), str(built), *filter(None, [os.environ.get("PYTHONPATH")])]
-    compiler = next(Path(torch.__file__).parents[1].glob("nvidia/cu*/bin/nvcc"), None)
-    if compiler is not None:  # of the wheels, which have the headers of torch's version
-        os.environ["CUDA_HOME"] = str(compiler.parents[1])
     if os.environ.setdefault("TRITON_INTERPRET", "1") == "0":
         os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # each tensor is fresh, so that it is zero
     os.environ |= {
+        "CUDA_HOME": str(built),  # without nvcc, so that formulas take the places of native kernels
         "EMULATED_GPUS": gpus,
+        "LIGHTNING_ACCEL_CACHE": str(built / "cache"),  # one that has kernels for no GPU
         "LD_PRELOAD": str(built / "libcuda.so.1"),
         "PYTHONPATH": os.pathsep.join(paths),
         "TRITON_LIBCUDA_PATH": str(built),

@@ -1,4 +1,4 @@
-/* Stand in for CUDA's runtime and driver: streams finish at once, memory is the host's, kernels do nothing.
+/* Stand in for CUDA's runtime and driver: streams finish at once, memory is the host's, and the runtime launches no kernel.
 
 Loaded before libcudart.so and in place of libcuda.so.1, it lets a CUDA build of torch find GPUs of compute capability
 9.0, as many as the environment variable EMULATED_GPUS says. Whoever needs results replaces the kernels (kernels.cpp).
@@ -180,10 +180,11 @@ cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *a, const void *f) {
   DONE;
 }
 cudaError_t cudaFuncSetAttribute(const void *f, enum cudaFuncAttribute attribute, int value) { DONE; }
-cudaError_t cudaLaunchKernel(const void *f, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t s) { DONE; }
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *f, void **args) { DONE; }
+/* All of torch's kernels are replaced, so that one which is launched would leave its output as it was. */
+cudaError_t cudaLaunchKernel(const void *f, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t s) { return cudaErrorNotSupported; }
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *f, void **args) { return cudaErrorNotSupported; }
 cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *f) { *kernel = (cudaKernel_t)f; DONE; }
-cudaError_t __cudaLaunchKernel(cudaKernel_t f, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t s) { DONE; }
+cudaError_t __cudaLaunchKernel(cudaKernel_t f, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t s) { return cudaErrorNotSupported; }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *n, const void *f, int threads, size_t shared, unsigned flags) { *n = 2; DONE; }
 
 /* The driver, which torch's code for compiled kernels and Triton call */

@@ -162,7 +162,7 @@ def test_tensors_of_several_devices_are_refused(native):
         torch.ops.lightning_accel_native.sample_bernoulli(torch.zeros(3), KEY.to("meta"))
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(kernels=True)
 @pytest.mark.parametrize(("logits", "seed"), [("cuda", "cpu"), ("cpu", "cuda")])
 def test_gpu_refuses_a_seed_that_lies_elsewhere(native, logits, seed):
     assert KERNELS.serves(torch.device("cuda"))

@@ -3,6 +3,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 from lightning_accel.ops import grouped_linear
+from lightning_accel.ops.grouped_linear import choose_grouped_backend
 
 COUNTS = torch.tensor([2, 0, 3, 1])
 
@@ -85,6 +86,29 @@ def test_triton_matches_float64(dtype, counts, width):
     tolerance = (0, 1e-4) if dtype == torch.float32 else (0.02, 0.01 * counts.sum().clamp(min=10).sqrt().item())
     for actual, reference in zip((out, *gradients[0]), (expected, *gradients[1]), strict=True):
         torch.testing.assert_close(actual.double().cpu(), reference, rtol=tolerance[0], atol=tolerance[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("capability", "dtype", "width", "expected"),
+    [
+        ((9, 0), torch.bfloat16, 8, "grouped_mm"),
+        ((10, 3), torch.bfloat16, 8, "grouped_mm"),
+        ((8, 0), torch.bfloat16, 8, "triton"),
+        ((12, 0), torch.bfloat16, 8, "triton"),
+        ((9, 0), torch.bfloat16, 7, "triton"),
+        ((9, 0), torch.float16, 8, "triton"),
+        ((9, 0), torch.float64, 8, "loop"),
+    ],
+)
+def test_the_backend_is_chosen_by_capability_dtype_and_size(capability, dtype, width, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    assert choose_grouped_backend(torch.ones(2, 8, width, dtype=dtype, device="cuda")) == expected
+
+
+def test_triton_refuses_what_it_cannot_multiply():
+    with pytest.raises(ValueError, match=r"takes bfloat16, .* on CUDA, and needs Triton; got torch.float32 on cpu"):
+        grouped_linear(*inputs(torch.float32), COUNTS, backend="triton")
 
 
 @pytest.mark.gpu
