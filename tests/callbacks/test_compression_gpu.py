@@ -72,7 +72,7 @@ def test_channels_are_removed_where_they_are(tmp_path):
     assert [one.out_features for one in module.net if isinstance(one, nn.Linear)] == [32, 24, 3]
 
 
-@pytest.mark.parametrize("mode", ["auto", "dynamic", "weight_only"])
+@pytest.mark.parametrize("mode", ["auto", pytest.param("dynamic", marks=pytest.mark.gpu(kernels=True)), "weight_only"])
 def test_forms_of_the_gpu_are_measured_and_exported(mode, tmp_path):
     quantization, export = (
         Quantization(mode, device="cuda", monitor="val/accuracy", max_drop=0.1),
