@@ -138,6 +138,7 @@ class World:
             return Ratio(value, value * 0.98, value * 1.02, 5)
 
         monkeypatch.setattr(variants, "Variant", Stub)
+        monkeypatch.setattr(variants, "fork_server", lambda allocator: None)
         monkeypatch.setattr(measurer, "compare", compare)
         monkeypatch.setattr(measurer, "record_losses", self.record)
         monkeypatch.setattr(

@@ -34,7 +34,7 @@ _FREE_TEXT = {"as_string", "as_strings"}  # always quoted in the source code tha
 
 # Operators have no effect beyond tensors, except these.
 _REFUSED_OPERATORS = re.compile(
-    r"(aten\.(from_file|save|_print|warn|wait)"
+    r"(aten\.(from_file|save|_print|warn|wait)|image\.(read|write)_file"
     r"|(c10d|_c10d_functional\w*|symm_mem|profiler|debugprims|inductor|static_runtime|export|prim|_test)\.\w+)\.\w+"
 )
 _HIGHER_ORDER = re.compile(
