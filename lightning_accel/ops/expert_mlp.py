@@ -16,7 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_accel.ops.grouped_linear import cast_for_autocast, choose_grouped_backend, grouped_linear
+from lightning_accel.ops.extras import HAS_TRITON
+from lightning_accel.ops.grouped_linear import (
+    cast_for_autocast,
+    choose_grouped_backend,
+    grouped_linear,
+    multiply_by_torch,
+)
+from lightning_accel.ops.grouped_products import gather_rows, multiply_rows, sort_by_source, sum_rows
 
 Activation: TypeAlias = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
 Backend: TypeAlias = Literal["auto", "blocks", "dense", "grouped_mm", "loop", "triton"]
@@ -101,6 +108,9 @@ def expert_mlp(
             if torch.compiler.is_compiling():
                 return _blocks_op(*tensors, biases, activation, keep)[0]
             return _Blocks.apply(activation, keep, *tensors, *biases)  # a custom op takes hundreds of microseconds more
+        if tokens.is_cuda and HAS_TRITON and backend != "loop":
+            slots = token_of_slot, weight_of_slot, counts
+            return _on_gpu(tokens, *slots, up_weight, down_weight, up_bias, down_bias, activation, backend)
         rows = tokens.index_select(0, token_of_slot)  # (S, D)
         hidden = grouped_linear(rows, up_weight, counts, up_bias, backend)
         hidden = _activate(hidden, down_weight.shape[2], activation)
@@ -110,6 +120,33 @@ def expert_mlp(
         weights = torch.where(taken, weight_of_slot, 0).to(wide)  # the weight of an ignored slot may be NaN
         out = torch.zeros(tokens.shape, dtype=wide, device=tokens.device)
         return out.index_add(0, token_of_slot, visited.to(wide) * weights.unsqueeze(1)).to(tokens.dtype)
+
+
+def _on_gpu(
+    tokens: Tensor,
+    token_of_slot: Tensor,
+    weight_of_slot: Tensor,
+    counts: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: Activation,
+    backend: Backend,
+) -> Tensor:
+    """Compute with the first product gathering its rows, and sums over the slots of each token in one order.
+
+    Rows of ignored slots may hold anything: neither products nor sums read them, forward or backward.
+    """
+    ends = counts.cumsum(0)
+    slots = sort_by_source(token_of_slot, ends[-1], len(tokens))
+    if backend == "triton":
+        hidden = multiply_rows(tokens, up_weight, ends, up_bias, slots)
+        visited = multiply_rows(_activate(hidden, down_weight.shape[2], activation), down_weight, ends, down_bias)
+    else:
+        hidden = multiply_by_torch(gather_rows(tokens, slots), up_weight, ends, up_bias)
+        visited = multiply_by_torch(_activate(hidden, down_weight.shape[2], activation), down_weight, ends, down_bias)
+    return sum_rows(visited, weight_of_slot, slots)
 
 
 def _dense(
@@ -151,8 +188,11 @@ def choose_backend(up_weight: Tensor, down_weight: Tensor, num_slots: int) -> Ba
 
 
 def _activate(hidden: Tensor, hidden_dim: int, activation: Activation) -> Tensor:
-    first = ACTIVATIONS[activation].function(hidden[:, :hidden_dim])
-    return first if hidden.shape[1] == hidden_dim else first * hidden[:, hidden_dim:]
+    function = ACTIVATIONS[activation].function
+    if hidden.shape[1] == hidden_dim:
+        return function(hidden)
+    first, factor = hidden.split(hidden_dim, 1)  # not slices, each of whose gradients is filled up with zeros
+    return function(first) * factor
 
 
 class _ActivationFn(NamedTuple):

@@ -1,16 +1,15 @@
 """A separate linear layer for each group of rows. Shapes: M rows, I features in, O features out, E groups."""
 
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_accel.ops.extras import HAS_TRITON
+from lightning_accel.ops.grouped_products import TRITON_DTYPES, bias_of_rows, multiply_rows
 
 GroupedBackend: TypeAlias = Literal["auto", "grouped_mm", "loop", "triton"]
-
-_TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def grouped_linear(
@@ -46,20 +45,16 @@ def grouped_linear(
             return _loop(x, weight, counts, bias)
         ends = counts.cumsum(0)
         if backend == "triton":
-            if not (x.is_cuda and HAS_TRITON and x.dtype in _TRITON_DTYPES):
-                raise ValueError(
-                    "the backend 'triton' takes bfloat16, float16 or float32 on CUDA, and needs Triton; got "
-                    f"{x.dtype} on {x.device}, and Triton is {'' if HAS_TRITON else 'not '}installed. Use 'auto'"
-                )
-            product = _multiply_rows(x, weight, ends)
-            return product if bias is None else product + _bias_of_rows(bias, ends, len(x))
+            return multiply_rows(x, weight, ends, bias)
         # the kernel does not initialise rows past the last end, neither in its output nor in the gradient of x
         grouped = (torch.arange(len(x), device=x.device) < ends[-1]).unsqueeze(1)
-        x = torch.where(grouped, x, 0)
-        product = F.grouped_mm(x, weight.transpose(1, 2), offs=ends.to(torch.int32))
-        if bias is not None:
-            product = product + _bias_of_rows(bias, ends, len(x))
-        return torch.where(grouped, product, 0)
+        return torch.where(grouped, multiply_by_torch(torch.where(grouped, x, 0), weight, ends, bias), 0)
+
+
+def multiply_by_torch(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute :func:`grouped_linear` by torch's kernel, given the ends of groups; rows of no group hold anything."""
+    product = F.grouped_mm(x, weight.transpose(1, 2), offs=ends.to(torch.int32))
+    return product if bias is None else product + bias_of_rows(bias, ends, len(x))
 
 
 def choose_grouped_backend(*weights: Tensor) -> Literal["grouped_mm", "loop", "triton"]:
@@ -69,66 +64,13 @@ def choose_grouped_backend(*weights: Tensor) -> Literal["grouped_mm", "loop", "t
     Else it is a loop that copies the sizes of groups to the host, and ``torch.compile`` refuses it in float32.
     """
     dtypes = {weight.dtype for weight in weights}
-    if not all(weight.is_cuda for weight in weights) or not dtypes <= set(_TRITON_DTYPES):
+    if not all(weight.is_cuda for weight in weights) or not dtypes <= set(TRITON_DTYPES):
         return "loop"
     is_aligned = all(size % 8 == 0 for weight in weights for size in weight.shape[1:])
     is_new = torch.version.hip is None and torch.cuda.get_device_capability(weights[0].device)[0] in (9, 10)
     if dtypes == {torch.bfloat16} and is_aligned and is_new:
         return "grouped_mm"
     return "triton" if HAS_TRITON else "loop"
-
-
-def _bias_of_rows(bias: Tensor, ends: Tensor, num_rows: int) -> Tensor:
-    """Return the bias (M, O) of each row, 0 for one of no group."""
-    group = torch.searchsorted(ends, torch.arange(num_rows, device=ends.device), right=True)
-    return F.pad(bias, (0, 0, 0, 1)).index_select(0, group)
-
-
-# The gradients of each of the two products are products of both kinds, so that all derivatives exist.
-
-
-@torch.library.custom_op("lightning_accel::multiply_rows", mutates_args=())
-def _multiply_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    from lightning_accel.ops.grouped_triton import multiply_rows
-
-    return multiply_rows(x, weight, ends)
-
-
-@torch.library.custom_op("lightning_accel::multiply_groups", mutates_args=())
-def _multiply_groups(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    from lightning_accel.ops.grouped_triton import multiply_groups
-
-    return multiply_groups(left, right, ends)
-
-
-@_multiply_rows.register_fake
-def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[1])
-
-
-@_multiply_groups.register_fake
-def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
-
-
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _rows_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, ends = ctx.saved_tensors
-    d_x = _multiply_rows(grad, weight.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
-    return d_x, _multiply_groups(grad, x, ends) if ctx.needs_input_grad[1] else None, None
-
-
-def _groups_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    left, right, ends = ctx.saved_tensors
-    d_left = _multiply_rows(right, grad, ends) if ctx.needs_input_grad[0] else None
-    return d_left, _multiply_rows(left, grad.transpose(1, 2), ends) if ctx.needs_input_grad[1] else None, None
-
-
-_multiply_rows.register_autograd(_rows_backward, setup_context=_save)
-_multiply_groups.register_autograd(_groups_backward, setup_context=_save)
 
 
 def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,9 +1,10 @@
-"""The products of :func:`lightning_accel.ops.grouped_linear` on a GPU, in any 16-bit dtype or float32.
+"""The products of :mod:`lightning_accel.ops.grouped_products` on a GPU, in any 16-bit dtype or float32.
 
-Shapes: M rows, I features in, O features out, E groups, T tiles. A program computes a tile of rows of one group. Which
-group that is, stands in tensors on the device, so that the host never waits for the sizes of groups; sums are float32.
+Shapes: M rows, N rows to gather from, I features in, O features out, E groups. A program computes a tile of rows of one
+group, and finds that group from the sizes on the device, so that the host never waits for them; sums are float32.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,111 +12,153 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE_ROWS = 64
-_TILE_OUT = 64
-_TILE_IN = 32
+_FEW = 64  # rows of a group, or features: with fewer, tiles are not measured
+_ROW_TILES = [(64, 64, 32, 4, 3), (64, 128, 64, 4, 3), (128, 128, 32, 8, 4), (128, 128, 64, 8, 3), (128, 256, 64, 8, 3)]
+_GROUP_TILES = [(32, 64, 64, 4, 3), (32, 128, 128, 8, 4), (64, 128, 128, 8, 3)]
 
 
-def multiply_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiply the rows ``x`` (M, I) of group e by ``weight[e].T``; rows past ``ends[-1]`` give 0.
+def multiply_rows(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None, source: Tensor | None) -> Tensor:
+    """Multiply the rows of group e by ``weight[e].T`` and add ``bias[e]``; rows past ``ends[-1]`` give 0.
 
     Args:
-        x: (M, I), of any strides.
+        x: (M, I), of any strides; with ``source`` (N, I).
         weight: (E, O, I) in the dtype of ``x``, of any strides.
         ends: (E,) int64, the number of rows of the groups up to each.
+        bias: (E, O).
+        source: (M,) int64, the row of ``x`` to multiply; read up to ``ends[-1]`` alone.
 
     Returns:
         (M, O).
     """
-    num_rows, num_in, num_out = *x.shape, weight.shape[1]
-    out = x.new_zeros(num_rows, num_out)
-    if out.numel() and num_in:
-        tiles = triton.cdiv(num_rows, _TILE_ROWS) + len(ends)  # as many as there can be: each group may end in a part
-        per_group = (ends.diff(prepend=ends.new_zeros(1)) + _TILE_ROWS - 1) // _TILE_ROWS
-        last_tile = per_group.cumsum(0)
-        tile = torch.arange(tiles, device=x.device)
-        group = torch.searchsorted(last_tile, tile, right=True)  # (T,); E for a tile that is left over
-        grid = tiles, triton.cdiv(num_out, _TILE_OUT)
-        with torch.cuda.device_of(x):
-            _rows_kernel[grid](
-                x, weight, out, ends, group, last_tile, num_in, num_out, len(ends),
-                *x.stride(), *weight.stride(), **_settings(x)
-            )  # fmt: skip
+    num_rows, (num_groups, num_out, num_in) = len(x if source is None else source), weight.shape
+    out = x.new_empty(num_rows, num_out)
+    if not out.numel():
+        return out
+    rows_of_group = num_rows // num_groups
+    if min(rows_of_group, num_in, num_out) < _FEW:
+        kernel: Any = _rows_kernel
+        tiles = {"TILE_ROWS": min(max(triton.next_power_of_2(rows_of_group), 16), 64), "TILE_OUT": 64, "TILE_IN": 32}
+    else:
+        kernel, tiles = _measured_rows_kernel, {}
+
+    def grid(meta: Mapping[str, int]) -> tuple[int, int]:
+        # as many tiles as there can be: each group, and the rows of none, may end in a part of one
+        tiles = triton.cdiv(num_rows, meta["TILE_ROWS"]) + num_groups
+        return tiles, triton.cdiv(num_out, meta["TILE_OUT"])
+
+    with torch.cuda.device_of(x):  # kernels start on the current device
+        kernel[grid](
+            x, weight, None if bias is None else bias.contiguous(), source, out, ends,
+            num_rows, num_in, num_out, num_groups, *x.stride(), *weight.stride(),
+            PRECISION=_precision(x), GROUPS=triton.next_power_of_2(num_groups + 1), **tiles,
+        )  # fmt: skip
     return out
 
 
-def multiply_groups(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+def multiply_groups(left: Tensor, right: Tensor, ends: Tensor, source: Tensor | None) -> Tensor:
     """Compute ``left.T @ right`` over the rows of each group: the gradient of the weights.
 
     Args:
         left: (M, O), of any strides.
-        right: (M, I) in the dtype of ``left``, of any strides.
+        right: (M, I) in the dtype of ``left``, of any strides; with ``source`` (N, I).
         ends: (E,) int64, the number of rows of the groups up to each.
+        source: (M,) int64, the row of ``right`` to multiply; read up to ``ends[-1]`` alone.
 
     Returns:
         (E, O, I); 0 for a group without rows.
     """
-    num_out, num_in = left.shape[1], right.shape[1]
-    out = left.new_empty(len(ends), num_out, num_in)
-    if out.numel():
-        grid = len(ends), triton.cdiv(num_out, _TILE_OUT), triton.cdiv(num_in, _TILE_OUT)
-        with torch.cuda.device_of(left):
-            _groups_kernel[grid](
-                left, right, out, ends, num_in, num_out, *left.stride(), *right.stride(), **_settings(left)
-            )
+    num_out, num_in, num_groups = left.shape[1], right.shape[1], len(ends)
+    out = left.new_empty(num_groups, num_out, num_in)
+    if not out.numel():
+        return out
+    is_small = min(len(left) // num_groups, num_in, num_out) < _FEW
+    kernel: Any = _groups_kernel if is_small else _measured_groups_kernel
+    tiles = {"TILE_ROWS": 32, "TILE_OUT": 64, "TILE_IN": 64} if is_small else {}
+
+    def grid(meta: Mapping[str, int]) -> tuple[int, int, int]:
+        return triton.cdiv(num_out, meta["TILE_OUT"]), triton.cdiv(num_in, meta["TILE_IN"]), num_groups
+
+    with torch.cuda.device_of(left):
+        kernel[grid](
+            left, right, source, out, ends, num_in, num_out, *left.stride(), *right.stride(),
+            PRECISION=_precision(left), **tiles,
+        )  # fmt: skip
     return out
 
 
-def _settings(x: Tensor) -> dict[str, Any]:
+def _precision(x: Tensor) -> str:
     rounds = x.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest"
-    tiles = {"TILE_ROWS": _TILE_ROWS, "TILE_OUT": _TILE_OUT, "TILE_IN": _TILE_IN}
-    return {**tiles, "PRECISION": "tf32" if rounds else "ieee"}
+    return "tf32" if rounds else "ieee"
+
+
+def _configs(tiles: list[tuple[int, int, int, int, int]]) -> list[triton.Config]:
+    names = "TILE_ROWS", "TILE_OUT", "TILE_IN"
+    return [
+        triton.Config(dict(zip(names, sizes, strict=True)), num_warps=warps, num_stages=stages)
+        for *sizes, warps, stages in tiles
+    ]
 
 
 @triton.jit
 def _rows_kernel(
-    x, weight, out, ends, groups, last_tiles, num_in, num_out, num_groups,
-    x_row, x_in, weight_group, weight_out, weight_in,
-    TILE_ROWS: tl.constexpr, TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr, PRECISION: tl.constexpr,
+    x, weight, bias, source, out, ends, num_rows, num_in, num_out, num_groups,
+    x_row, x_in, weight_group, weight_out, weight_in, PRECISION: tl.constexpr, GROUPS: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr,
 ):  # fmt: skip
-    group = tl.load(groups + tl.program_id(0))
+    tile, out_tile = tl.swizzle2d(tl.program_id(0), tl.program_id(1), tl.num_programs(0), tl.num_programs(1), 8)
+    each = tl.arange(0, GROUPS)  # the last that counts, number num_groups, is of the rows of no group
+    starts = tl.load(ends + each - 1, (each > 0) & (each <= num_groups), other=0)
+    stops = tl.load(ends + each, each < num_groups, other=num_rows)
+    tiles = tl.where(each <= num_groups, (stops - starts + TILE_ROWS - 1) // TILE_ROWS, 0)
+    last_tiles = tl.cumsum(tiles, 0)
+    group = tl.sum((last_tiles <= tile).to(tl.int64), 0)
+    here = each == group
+    start = tl.sum(tl.where(here, starts + (tile - last_tiles + tiles) * TILE_ROWS, 0), 0)
+    stop = tl.sum(tl.where(here, stops, 0), 0)
+    row = start + tl.arange(0, TILE_ROWS)  # of a tile that is left over, from 0 up to 0
+    column = (out_tile * TILE_OUT + tl.arange(0, TILE_OUT)).to(tl.int64)
+    total = tl.zeros((TILE_ROWS, TILE_OUT), dtype=tl.float32)
     if group < num_groups:
-        before = group > 0
-        first_tile = tl.load(last_tiles + group - 1, mask=before, other=0)
-        start = tl.load(ends + group - 1, mask=before, other=0)
-        end = tl.load(ends + group)
-        row = start + (tl.program_id(0) - first_tile) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-        column = (tl.program_id(1) * TILE_OUT + tl.arange(0, TILE_OUT)).to(tl.int64)
-        here = weight + group * weight_group
-        total = tl.zeros((TILE_ROWS, TILE_OUT), dtype=tl.float32)
+        place = row
+        if source is not None:
+            place = tl.load(source + row, row < stop, other=0)
         for first in range(0, num_in, TILE_IN):
             inner = (first + tl.arange(0, TILE_IN)).to(tl.int64)
-            is_row = (row[:, None] < end) & (inner[None, :] < num_in)
+            is_row = (row[:, None] < stop) & (inner[None, :] < num_in)
             is_column = (inner[:, None] < num_in) & (column[None, :] < num_out)
-            rows = tl.load(x + row[:, None] * x_row + inner[None, :] * x_in, mask=is_row, other=0)
-            columns = tl.load(here + inner[:, None] * weight_in + column[None, :] * weight_out, mask=is_column, other=0)
-            total = tl.dot(rows, columns, total, input_precision=PRECISION)
-        mask = (row[:, None] < end) & (column[None, :] < num_out)
-        tl.store(out + row[:, None] * num_out + column[None, :], total.to(out.dtype.element_ty), mask=mask)
+            rows = tl.load(x + place[:, None] * x_row + inner[None, :] * x_in, is_row, other=0)
+            at = group * weight_group + inner[:, None] * weight_in + column[None, :] * weight_out
+            total = tl.dot(rows, tl.load(weight + at, is_column, other=0), total, input_precision=PRECISION)
+        if bias is not None:
+            total += tl.load(bias + group * num_out + column, column < num_out, other=0).to(tl.float32)[None, :]
+    mask = (row[:, None] < stop) & (column[None, :] < num_out)
+    tl.store(out + row[:, None] * num_out + column[None, :], total.to(out.dtype.element_ty), mask)
 
 
 @triton.jit
 def _groups_kernel(
-    left, right, out, ends, num_in, num_out, left_row, left_out, right_row, right_in,
-    TILE_ROWS: tl.constexpr, TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr, PRECISION: tl.constexpr,
+    left, right, source, out, ends, num_in, num_out, left_row, left_out, right_row, right_in,
+    PRECISION: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr,
 ):  # fmt: skip
-    group = tl.program_id(0).to(tl.int64)
-    start = tl.load(ends + group - 1, mask=group > 0, other=0)
-    end = tl.load(ends + group)
-    i = (tl.program_id(1) * TILE_OUT + tl.arange(0, TILE_OUT)).to(tl.int64)
-    j = (tl.program_id(2) * TILE_OUT + tl.arange(0, TILE_OUT)).to(tl.int64)
-    total = tl.zeros((TILE_OUT, TILE_OUT), dtype=tl.float32)
-    for first in range(start, end, TILE_IN):
-        row = first + tl.arange(0, TILE_IN)
-        is_left = (row[None, :] < end) & (i[:, None] < num_out)
-        is_right = (row[:, None] < end) & (j[None, :] < num_in)
-        a = tl.load(left + row[None, :] * left_row + i[:, None] * left_out, mask=is_left, other=0)
-        b = tl.load(right + row[:, None] * right_row + j[None, :] * right_in, mask=is_right, other=0)
+    group = tl.program_id(2).to(tl.int64)
+    start = tl.load(ends + group - 1, group > 0, other=0)
+    stop = tl.load(ends + group)
+    i = (tl.program_id(0) * TILE_OUT + tl.arange(0, TILE_OUT)).to(tl.int64)
+    j = (tl.program_id(1) * TILE_IN + tl.arange(0, TILE_IN)).to(tl.int64)
+    total = tl.zeros((TILE_OUT, TILE_IN), dtype=tl.float32)
+    for first in range(0, (stop - start).to(tl.int32), TILE_ROWS):
+        row = start + first + tl.arange(0, TILE_ROWS)
+        place = row
+        if source is not None:
+            place = tl.load(source + row, row < stop, other=0)
+        is_left = (row[None, :] < stop) & (i[:, None] < num_out)
+        is_right = (row[:, None] < stop) & (j[None, :] < num_in)
+        a = tl.load(left + row[None, :] * left_row + i[:, None] * left_out, is_left, other=0)
+        b = tl.load(right + place[:, None] * right_row + j[None, :] * right_in, is_right, other=0)
         total = tl.dot(a, b, total, input_precision=PRECISION)
-    place = group * num_out * num_in + i[:, None] * num_in + j[None, :]
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=(i[:, None] < num_out) & (j[None, :] < num_in))
+    at = group * num_out * num_in + i[:, None] * num_in + j[None, :]
+    tl.store(out + at, total.to(out.dtype.element_ty), (i[:, None] < num_out) & (j[None, :] < num_in))
+
+
+_measured_rows_kernel = triton.autotune(_configs(_ROW_TILES), ["num_in", "num_out", "weight_in"])(_rows_kernel)
+_measured_groups_kernel = triton.autotune(_configs(_GROUP_TILES), ["num_in", "num_out"])(_groups_kernel)

@@ -55,7 +55,7 @@ def log_clip_reference(x: Tensor, clip_value: float = 1e-6, straight_through: bo
     y = F.threshold(x, clip_value, clip_value).log()
     if not straight_through:
         return y
-    # Finite, as the difference of infinities is NaN. At clip_value clamp(max=) has a slope of 1, and of 0 from torch 2.14
+    # Finite, as the difference of infinities is NaN. At clip_value clamp(max=) has a slope of 1, from torch 2.14 on 0.
     below = x.clamp(min=torch.finfo(x.dtype).min).masked_fill(x > clip_value, clip_value)
     return y + (below - below.detach()) / clip_value  # adds 0, with the missing slope
 

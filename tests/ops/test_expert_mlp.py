@@ -235,3 +235,62 @@ def test_cuda_never_waits_for_the_device(dtype):
         run(*on_gpu).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def on_gpu(arguments):
+    learned, token_of_slot, counts = arguments
+    return [tensor.detach().cuda().requires_grad_() for tensor in learned], token_of_slot.cuda(), counts.cuda()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["grouped_mm", "triton"])
+def test_cuda_ignores_slots_past_the_counts(backend, dtype):
+    learned, *slots = on_gpu(inputs([20, 0, 41, 13], dtype, num_tokens=40, dim=16, hidden_dim=8, left_out=30))
+    learned[1].data[-30:] = torch.nan
+    out = run(learned, *slots, backend=backend)
+    gradients = torch.autograd.grad(out.sum(), learned)
+    without = [learned[0], learned[1].detach()[:-30].requires_grad_(), *learned[2:]]
+    expected = run(without, slots[0][:-30], slots[1], backend=backend)
+    references = torch.autograd.grad(expected.sum(), without)
+    tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.1}
+    torch.testing.assert_close(out, expected, **tolerance)
+    assert gradients[1][-30:].abs().sum() == 0
+    for gradient, reference in zip(gradients, references, strict=True):
+        torch.testing.assert_close(gradient[: len(reference)], reference, **tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [False, True])
+def test_cuda_has_second_derivatives(bias):
+    learned, *slots = on_gpu(inputs([2, 0, 4, 1], torch.float32, bias=bias, left_out=2))
+    results = []
+    for backend in ("triton", "loop"):
+        first = torch.autograd.grad(run(learned, *slots, backend=backend).pow(3).sum(), learned, create_graph=True)
+        second = torch.autograd.grad(sum(part.square().sum() for part in first), learned, create_graph=True)
+        third = torch.autograd.grad(sum(part.abs().sum() for part in second), learned)
+        results.append((*first, *second, *third))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * float(expected.detach().abs().max()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["grouped_mm", "triton"])
+def test_cuda_sums_in_one_order(backend):
+    learned, *slots = on_gpu(inputs([200, 0, 410, 130], torch.bfloat16, num_tokens=4, dim=64, hidden_dim=32))
+    runs = []
+    for _ in range(5):
+        out = run(learned, *slots, backend=backend)
+        runs.append((out, *torch.autograd.grad(out.float().square().sum(), learned)))
+    for repeated in runs[1:]:
+        torch.testing.assert_close(repeated, runs[0], rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_triton_gathers_tokens_within_the_product():
+    learned, *slots = on_gpu(inputs([20, 0, 41, 13], torch.float32, num_tokens=40, dim=12, hidden_dim=8))
+    saved = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.setdefault(one.data_ptr(), one), lambda one: one):
+        run(learned, *slots, backend="triton")
+    outputs_of_experts = [one for one in saved.values() if one.shape == (len(slots[0]), 12)]
+    assert len(outputs_of_experts) == 1

@@ -1,3 +1,5 @@
+from itertools import product
+
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
@@ -70,8 +72,14 @@ def test_cuda_kernel_matches_loop(dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("counts", [[2, 0, 3, 1], [0, 0, 0, 0], [70, 0, 129, 1], [0, 201, 0, 0]], ids=str)
-@pytest.mark.parametrize("width", [(7, 5), (40, 100)], ids=str)
+@pytest.mark.parametrize(
+    ("counts", "width"),
+    [
+        *product([[2, 0, 3, 1], [0, 0, 0, 0], [70, 0, 129, 1], [0, 201, 0, 0]], [(7, 5), (40, 100)]),
+        ([270, 0, 129, 1], (70, 135)),  # so many of each that the shape of tiles is measured
+    ],
+    ids=str,
+)
 def test_triton_matches_float64(dtype, counts, width):
     counts = torch.tensor(counts)
     num_rows, bias = int(counts.sum()) + 3, torch.randn(4, width[1], dtype=dtype, requires_grad=True)
@@ -104,6 +112,17 @@ def test_triton_matches_float64(dtype, counts, width):
 def test_the_backend_is_chosen_by_capability_dtype_and_size(capability, dtype, width, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     assert choose_grouped_backend(torch.ones(2, 8, width, dtype=dtype, device="cuda")) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["grouped_mm", "triton"])
+def test_gradients_of_biases_are_summed_in_float32(backend):
+    """By addition in bfloat16, 3,000 times 1 is 256."""
+    x, weight = (tensor.detach().cuda() for tensor in inputs(torch.bfloat16, 2985))
+    bias = torch.zeros(4, 16, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    counts = torch.tensor([1000, 0, 1984, 1], device="cuda")
+    grouped_linear(x, weight, counts, bias, backend).sum().backward()
+    assert torch.equal(bias.grad, counts[:, None].expand(4, 16).bfloat16())
 
 
 def test_triton_refuses_what_it_cannot_multiply():
