@@ -1,19 +1,20 @@
 """How much faster and smaller is a quantized model than the float one, and what does it lose?
 
-python benchmarks/bench_quantization.py [--quick] [--json FILE]
+python benchmarks/bench_quantization.py [--device cuda] [--quick] [--json FILE]
 
 Digits: a CNN (64, 128 and 256 channels, 256 hidden units), an MLP (three layers of 1024), an LSTM (two layers of 512, 8
 steps of 8 pixels), trained in this run; accuracy of the test images. All forms that this machine can run are measured
 at batch 1 and 256, in blocks of calls in a row that take turns in one process, one thread; ratios are medians against
 fp32 eager; those ``alone`` were measured without the other forms between. File sizes are to that of the float model in
-the same format. ``CNN trained for int8`` is trained by ``Quantization(mode="qat")`` inside a Trainer. With ``--quick``
-models train less, and fewer calls are timed.
+the same format. ``CNN trained for int8``, on the CPU alone, is trained by ``Quantization(mode="qat")`` inside a
+Trainer. With ``--quick`` models train less, and fewer calls are timed.
 
 What can be expected: a CPU with AVX512 VNNI does 4 times as many multiplications of int8 as of float32 a cycle, with
 AMX 32 times as many. Beyond that a ratio comes of what fp32 eager wastes.
 """
 
 import argparse
+import copy
 import io
 import json
 import logging
@@ -81,29 +82,33 @@ def train(module: L.LightningModule, data: DigitsDataModule, epochs: int, *callb
     module.eval()
 
 
-def accuracy(run: Any, data: DigitsDataModule) -> float:
+def accuracy(run: Any, data: DigitsDataModule, device: torch.device | str = "cpu") -> float:
     x, target = data.test_rows.tensors
     with torch.no_grad():
-        return run(x).argmax(dim=1).eq(target).float().mean().item()
+        return run(x.to(device)).argmax(dim=1).cpu().eq(target).float().mean().item()
+
+
+def device_of(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
 
 
 def forms_of(module: nn.Module, data: DigitsDataModule, seconds: float) -> Quantized:
-    x = data.train_rows.tensors[0][:256]
-    inputs: list[Inputs] = [((x,), {})]
-    judged = Limit(lambda run: {"test/accuracy": accuracy(run, data)})
+    device = device_of(module)
+    inputs: list[Inputs] = [((data.train_rows.tensors[0][:256].to(device),), {})]
+    judged = Limit(lambda run: {"test/accuracy": accuracy(run, data, device)})
     return quantize(module, inputs, limit=judged, batch_sizes=BATCHES, seconds=seconds)
 
 
 def rows_of(model: str, found: Quantized, float_bytes: dict[str, int]) -> Iterator[dict[str, Any]]:
     assert found.report is not None
     rows = {row.name: row for row in found.report.rows}
-    eager = rows["fp32 eager"]
+    eager, wanted = rows["fp32 eager"], WANTED if found.device == "cpu" else {}
     for name, row in rows.items():
         made = {"subject": name, "baseline": "fp32 eager"}
         for batch, latency in row.latencies.items():
             ratio = eager.latencies[batch].p50_ms / latency.p50_ms
             yield made | {"case": f"{model}, batch {batch}", "metric": "latency", "value": latency.p50_ms, "unit": "ms",
-                          "ratio": ratio, "wanted": WANTED.get((model, name, batch))}  # fmt: skip
+                          "ratio": ratio, "wanted": wanted.get((model, name, batch))}  # fmt: skip
         for metric, value in row.metrics.items():
             yield made | {"case": model, "metric": metric, "value": value, "unit": "", "ratio": None}
         if row.file_bytes:
@@ -118,13 +123,14 @@ def warm_rows(
     model: str, module: nn.Module, found: Quantized, data: DigitsDataModule, seconds: float
 ) -> Iterator[dict[str, Any]]:
     """What was picked and fp32 eager, without the forms between which the report measures them."""
+    device = device_of(module)
     for batch in BATCHES:
-        x = data.train_rows.tensors[0][:batch]
+        x = data.train_rows.tensors[0][:batch].to(device)
         calls = {name: partial(run, x) for name, run in (("fp32 eager", module), (found.name, found.run))}
         eager, picked = (one.p50_ms for one in measure_latency(calls, seconds).values())
         yield {"case": f"{model}, batch {batch}, alone", "subject": found.name, "metric": "latency", "value": picked,
                "unit": "ms", "baseline": "fp32 eager", "ratio": eager / picked,
-               "wanted": WANTED.get((model, found.name, batch))}  # fmt: skip
+               "wanted": WANTED.get((model, found.name, batch)) if device.type == "cpu" else None}  # fmt: skip
 
 
 def float_sizes(module: nn.Module, found: Quantized, data: DigitsDataModule) -> dict[str, int]:
@@ -132,7 +138,7 @@ def float_sizes(module: nn.Module, found: Quantized, data: DigitsDataModule) -> 
     sizes = {row.name: row.file_bytes for row in found.report.rows}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "float.onnx")
-        write_float(module, [((data.train_rows.tensors[0][:256],), {})], path)
+        write_float(copy.deepcopy(module).cpu(), [((data.train_rows.tensors[0][:256],), {})], path)
         return {"pt2": sizes["fp32 compiled"] or 0, "onnx": path.stat().st_size}
 
 
@@ -169,6 +175,7 @@ def show(row: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--json")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -178,8 +185,9 @@ def main() -> None:
     data = DigitsDataModule(batch_size=64, max_shift=1)
     data.setup()
     found = {name for name, has in torch.cpu.get_capabilities().items() if has is True}
-    print(f"torch {torch.__version__}, {platform.machine()}, 1 thread, "
-          f"{', '.join(sorted(found & {'avx2', 'avx512_vnni', 'avx512_bf16', 'amx_int8', 'amx_bf16'}))}")  # fmt: skip
+    units = ", ".join(sorted(found & {"avx2", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16"}))
+    machine = torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()}, 1 thread, {units}"
+    print(f"torch {torch.__version__}, {machine}")
     print("| case | subject | metric | value | ratio |\n|-|-|-|-|-|")
     made = []
     models: dict[str, Any] = {
@@ -189,6 +197,7 @@ def main() -> None:
         torch.manual_seed(0)
         module = make()
         train(module, data, max(1, round(share * epochs)))
+        module.to(options.device)
         result = forms_of(module, data, seconds)
         for row in rows_of(name, result, float_sizes(module, result, data)):
             made.append(row)
@@ -197,7 +206,7 @@ def main() -> None:
             made.append(row)
             show(row)
         print(f"| {name} | picked: {result.name} | | | |", flush=True)
-    for seed in range(1 if options.quick else 3):
+    for seed in range(0 if options.device == "cuda" else 1 if options.quick else 3):
         made.append(qat_row(data, max(5, round(share * 40)), seed))
         show(made[-1])
     if options.json:

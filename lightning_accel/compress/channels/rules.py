@@ -285,12 +285,7 @@ RULES: dict[str, Rule] = {
         _resize,
     ),
     "embedding": _embedding,
-    **dict.fromkeys(
-        ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
-         "_scaled_dot_product_efficient_attention", "_scaled_dot_product_fused_attention_overrideable",
-         "_scaled_dot_product_cudnn_attention"),
-        _attention,
-    ),
+    "scaled_dot_product_attention": _attention,
 }  # fmt: skip
 
 

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_accel._private.torch import TorchDispatchMode, arguments_of, tree_leaves
@@ -58,6 +60,7 @@ class ChannelTrace(TorchDispatchMode):
         self._dims = WeakTensorKeyDictionary()
         self._parameter_storages = {one.untyped_storage().data_ptr() for one in module.parameters()}
         self._module = module
+        self._is_paused = False
         self.running: list[tuple[str, nn.Module]] = [("", module)]
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if tensor.ndim:
@@ -80,6 +83,7 @@ class ChannelTrace(TorchDispatchMode):
                 stack.callback(part.register_forward_pre_hook(partial(self._enter, name), prepend=True).remove)
                 stack.callback(part.register_forward_hook(self._leave, always_call=True).remove)
             stack.enter_context(self)
+            stack.enter_context(_WholeAttention(self))
             yield
 
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
@@ -89,7 +93,17 @@ class ChannelTrace(TorchDispatchMode):
         self.running.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        return func(*args, **(kwargs or {})) if self._is_paused else self._run(func, args, kwargs or {})
+
+    def run_whole(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation of torch's dispatcher and follow it as one, whatever operations it is made of."""
+        self._is_paused = True
+        try:
+            return self._run(func, args, kwargs)
+        finally:
+            self._is_paused = False
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         arguments = arguments_of(func)
         given = {one.name: one.default_value for one in arguments if one.has_default_value()}
         given.update(zip([one.name for one in arguments], args, strict=False))
@@ -193,6 +207,19 @@ class ChannelTrace(TorchDispatchMode):
                 if isinstance(one, Tensor):
                     self._dims[one] = [None] * one.ndim
         return None
+
+
+class _WholeAttention(TorchFunctionMode):
+    """Let a trace see attention as one operation, also where torch computes it by products and a softmax."""
+
+    def __init__(self, trace: ChannelTrace) -> None:
+        super().__init__()
+        self._trace = trace
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return self._trace.run_whole(torch.ops.aten.scaled_dot_product_attention.default, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
 
 def operation_name(func: Any) -> str:

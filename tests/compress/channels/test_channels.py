@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_accel.compress import (
     ChannelPlan,
@@ -144,6 +145,15 @@ def first(output):
     while not isinstance(output, torch.Tensor):
         output = output[0]
     return output
+
+
+@pytest.mark.parametrize("name", ["attention", "attention, heads shared", "attention, packed", "experts"])
+def test_attention_is_followed_whatever_computes_it(name):
+    """By products and a softmax, for one, where a GPU has no kernel for the dtype or the mask."""
+    make, x, sizes = CASES[name]
+    with sdpa_kernel(SDPBackend.MATH):
+        groups = find_channel_groups(make().double().eval(), (x,))
+    assert [len(layer) for layer in groups.layers] == sizes
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,4 +1,3 @@
-import os
 from itertools import pairwise
 
 import pytest
@@ -308,69 +307,86 @@ def test_wrong_inputs_are_refused():
         linear_scan(gate.long(), value)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="needs TRITON_INTERPRET=1, and triton")
+def on_gpu(arguments):
+    return [None if x is None else x.detach().cuda().requires_grad_(x.requires_grad) for x in arguments]
+
+
+def to_cpu(tensors):
+    return [x.cpu() for x in tensors]
+
+
+@pytest.fixture(params=[1, 3])
+def chunks(request, monkeypatch):
+    """Split time into this many chunks on a GPU."""
+    scan_triton = pytest.importorskip("lightning_accel.ops.scan.triton")
+    monkeypatch.setattr(scan_triton, "_count_chunks", lambda x: request.param)
+    return request.param
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("shape", "optional"), [((2, 70, 5), True), ((1, 130, 33), False), ((3, 1, 2), True)], ids=str)
-def test_triton_kernel_in_its_interpreter(shape, optional, dtype):
-    scan_triton = pytest.importorskip("lightning_accel.ops.scan.triton")
+def test_cuda_in_chunks_and_time_major(shape, optional, dtype, chunks):
     arguments = inputs(shape, dtype, optional, optional)
     probe = torch.randn_like(arguments[1])
-    gate, _, state, starts = arguments
-    with torch.no_grad():
-        out = scan_triton.scan_forward(*arguments)
-        gradients = scan_triton.scan_backward(probe, gate, out, state, starts)
-    expected = results(linear_scan, arguments, probe)
+    moved = on_gpu(arguments)
+    if chunks > 1:
+        for one in moved[:2]:
+            one.data = one.data.transpose(0, 1).contiguous().transpose(0, 1)
+    actual = results(linear_scan, moved, probe.cuda())
     tolerance = {"rtol": 0.02, "atol": 0.02} if dtype == torch.bfloat16 else {}
-    torch.testing.assert_close((out, *gradients[: len(expected) - 1]), expected, **tolerance)
+    torch.testing.assert_close(to_cpu(actual), list(results(linear_scan, arguments, probe)), **tolerance)
+    assert chunks == 1 or all(one.transpose(0, 1).is_contiguous() for one in actual[:3])
 
 
-@pytest.mark.slow
-@pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="needs TRITON_INTERPRET=1, and triton")
+@pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of numpy, which interprets
-def test_triton_kernel_keeps_what_is_not_finite_in_its_sequence():
-    scan_triton = pytest.importorskip("lightning_accel.ops.scan.triton")
-    gate, value, state, starts = (x.detach() for x in inputs((1, 130, 2)))
-    starts[:] = False
-    starts[:, 20] = starts[:, 90] = True
-    value[0, 40, 0] = torch.inf
-    out = scan_triton.scan_forward(gate, value, state, starts)
-    torch.testing.assert_close(out, linear_scan_reference(gate, value, state, starts), equal_nan=True)
-    d_gate, d_value, _ = scan_triton.scan_backward(torch.ones_like(out), gate, out, state, starts)
+def test_cuda_keeps_what_is_not_finite_in_its_sequence(chunks):
+    arguments = inputs((1, 130, 2))
+    arguments[3][:] = False
+    arguments[3][:, 20] = arguments[3][:, 90] = True
+    arguments[1].data[0, 40, 0] = torch.inf
+    probe = torch.ones(1, 130, 2, dtype=torch.float64)
+    out, d_gate, d_value, _ = to_cpu(results(linear_scan, on_gpu(arguments), probe.cuda()))
+    torch.testing.assert_close(out, linear_scan_reference(*arguments), equal_nan=True)
     assert d_gate[:, 90:].isfinite().all()
     assert d_value.isfinite().all()
 
 
-@pytest.mark.slow
-@pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="needs TRITON_INTERPRET=1, and triton")
+@pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")  # of numpy, which interprets
 @pytest.mark.parametrize("case", CASES)
-def test_triton_kernel_with_gates_whose_product_overflows(case):
-    scan_triton = pytest.importorskip("lightning_accel.ops.scan.triton")
+def test_cuda_with_gates_whose_product_overflows(case, chunks):
     gate, value, state, starts = growing(case)
     probe = torch.zeros_like(value)
     probe[:, 3] = 1
-    out = scan_triton.scan_forward(gate, value, state, starts)
-    gradients = scan_triton.scan_backward(probe, gate, out, state, starts)
-    arguments = [x.requires_grad_() if x is not None and x.is_floating_point() else x for x in (gate, value, state)]
-    expected = results(linear_scan, [*arguments, starts], probe)
-    torch.testing.assert_close((out, *gradients[: len(expected) - 1]), expected, rtol=1e-4, atol=0)
+    arguments = [*(x.requires_grad_() if x is not None else x for x in (gate, value, state)), starts]
+    actual = results(linear_scan, on_gpu(arguments), probe.cuda())
+    torch.testing.assert_close(to_cpu(actual), list(results(linear_scan, arguments, probe)), rtol=1e-4, atol=0)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(2, 70, 33), (1, 3000, 3), (65, 7, 128)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 70, 33),
+        (1, 900, 3),  # in chunks
+        (5, 7, 70),
+        pytest.param((65, 3000, 200), marks=pytest.mark.gpu(kernels=True)),  # the shape of tiles is measured
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("optional", [False, True], ids=["plain", "state and starts"])
 def test_cuda_matches_cpu(shape, dtype, optional):
     arguments = inputs(shape, dtype, optional, optional)
     probe = torch.randn(shape, dtype=torch.float64).to(dtype)
     expected = results(linear_scan, arguments, probe)
-    on_gpu = [None if x is None else x.detach().cuda().requires_grad_(x.requires_grad) for x in arguments]
     torch.use_deterministic_algorithms(True)
     try:
-        actual = results(linear_scan, on_gpu, probe.cuda())
+        actual = results(linear_scan, on_gpu(arguments), probe.cuda())
     finally:
         torch.use_deterministic_algorithms(False)
     half = dtype in (torch.bfloat16, torch.float16)
     tolerance = {"rtol": 0.02, "atol": 0.02} if half else {"rtol": 1e-5, "atol": 1e-5}
-    torch.testing.assert_close([x.cpu() for x in actual], list(expected), **tolerance)
+    torch.testing.assert_close(to_cpu(actual), list(expected), **tolerance)
