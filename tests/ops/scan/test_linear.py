@@ -371,7 +371,7 @@ def test_cuda_with_gates_whose_product_overflows(case, chunks):
     "shape",
     [
         (2, 70, 33),
-        (1, 900, 3),  # in chunks
+        (1, 600, 3),  # in chunks
         (5, 7, 70),
         pytest.param((65, 3000, 200), marks=pytest.mark.gpu(kernels=True)),  # the shape of tiles is measured
     ],

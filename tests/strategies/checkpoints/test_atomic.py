@@ -6,7 +6,6 @@ import multiprocessing as mp
 import os
 import resource
 import signal
-import warnings
 from pathlib import Path
 
 import pytest
@@ -83,24 +82,24 @@ def save_shards(state, path):
         dcp.save(state, checkpoint_id=folder)
 
 
-def save_with_little_room(path, sharded):
-    """In a process of its own, whose files may be no longer than this."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
-    warnings.simplefilter("ignore")  # torch tells that there is one process alone
+@pytest.fixture
+def little_room():
+    """Let files of this process be no longer than this."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_disk_without_room_is_named_and_keeps_the_old_one(tmp_path, little_room, sharded):
+    path = tmp_path / "last.ckpt"
+    write(path, "old", sharded)
     with pytest.raises(NotWrittenError) as error:
         (save_shards if sharded else AtomicCheckpointIO().save_checkpoint)({"weight": torch.ones(30_000)}, path)
     assert str(error.value).startswith(f"{path} could not be written: the disk of {path.parent} is full, or")
     assert " bytes are free)" in str(error.value)
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_disk_without_room_is_named_and_keeps_the_old_one(tmp_path, sharded):
-    path = tmp_path / "last.ckpt"
-    write(path, "old", sharded)
-    process = mp.get_context("fork").Process(target=save_with_little_room, args=(path, sharded))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
     assert read(path) == "old"
     assert os.listdir(tmp_path) == ["last.ckpt"]
 
