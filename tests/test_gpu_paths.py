@@ -2,8 +2,7 @@
 
 import copy
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -120,16 +119,36 @@ def paths() -> dict[str, Callable[[], Path]]:
 NAMES = list(paths())
 
 
-@contextmanager
-def no_waits() -> Iterator[None]:
+Step = Callable[[], list[Tensor]]
+
+
+def without_waits(step: Step) -> list[Tensor]:
     torch.cuda.set_sync_debug_mode("error")
     try:
-        yield
+        return step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def run(path: Path, device: str, dtype: torch.dtype, context: Any = nullcontext, wrap: Any = None) -> list[Tensor]:
+def in_a_cuda_graph(step: Step) -> list[Tensor]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for one in found:
+        one.zero_()
+    graph.replay()
+    return found
+
+
+def run(
+    path: Path, device: str, dtype: torch.dtype, execute: Callable[[Step], list[Tensor]] | None = None, wrap: Any = None
+) -> list[Tensor]:
     """Return the floating outputs of a path and the gradients of its weights and inputs, on the CPU in float64."""
     autocast = device != "cpu" and dtype != torch.float32
     own = torch.float32 if autocast else dtype
@@ -149,14 +168,17 @@ def run(path: Path, device: str, dtype: torch.dtype, context: Any = nullcontext,
         call = wrap(call)
     learned = [one for one in inputs if isinstance(one, Tensor) and one.requires_grad]
     learned += [] if module is None or path.draws else list(module.parameters())
-    with torch.autocast("cuda", dtype, enabled=autocast), context():
-        output = [one for one in tree_leaves(call(*given)) if isinstance(one, Tensor)]
-        output = [one for one in output if one.is_floating_point()]
-        assert all(one.device.type == device for one in output)
-        losses = [one.float().square().mean() for one in output if one.requires_grad]
-        gradients = torch.autograd.grad(sum(losses), learned, allow_unused=True) if losses else ()
-    found = [*output, *(one for one in gradients if one is not None)]
-    return [one.detach().double().cpu() for one in found]
+
+    def step() -> list[Tensor]:
+        with torch.autocast("cuda", dtype, enabled=autocast):
+            output = [one for one in tree_leaves(call(*given)) if isinstance(one, Tensor)]
+            output = [one for one in output if one.is_floating_point()]
+            assert all(one.device.type == device for one in output)
+            losses = [one.float().square().mean() for one in output if one.requires_grad]
+            gradients = torch.autograd.grad(sum(losses), learned, allow_unused=True) if losses else ()
+        return [one.detach() for one in (*output, *gradients) if one is not None]
+
+    return [one.double().cpu() for one in (step() if execute is None else execute(step))]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -172,12 +194,25 @@ def test_numbers_are_those_of_the_cpu(name, precision):
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
+ASYNCHRONOUS = [name for name in NAMES if not paths()[name]().waits]
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", [name for name in NAMES if not paths()[name]().waits])
+@pytest.mark.parametrize("name", ASYNCHRONOUS)
 def test_the_host_never_waits(name, precision):
     path = paths()[name]()
     run(path, "cuda", PRECISIONS[precision])  # what is planned once for a shape, is
-    run(path, "cuda", PRECISIONS[precision], no_waits)
+    run(path, "cuda", PRECISIONS[precision], without_waits)
+
+
+@pytest.mark.gpu(kernels=True)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", ASYNCHRONOUS)
+def test_steps_are_captured_in_a_cuda_graph(name, precision):
+    path = paths()[name]()
+    actual = run(path, "cuda", PRECISIONS[precision], in_a_cuda_graph)
+    tolerance = 1e-4 if precision == "float32" else 0.1
+    torch.testing.assert_close(actual, run(path, "cpu", torch.float64), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.slow
