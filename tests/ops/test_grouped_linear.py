@@ -6,6 +6,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from lightning_accel.ops import grouped_linear
 from lightning_accel.ops.grouped_linear import choose_grouped_backend
+from lightning_accel.ops.grouped_products import sort_by_source, sum_rows
 
 COUNTS = torch.tensor([2, 0, 3, 1])
 
@@ -75,7 +76,7 @@ def test_cuda_kernel_matches_loop(dtype):
 @pytest.mark.parametrize(
     ("counts", "width"),
     [
-        *product([[2, 0, 3, 1], [0, 0, 0, 0], [70, 0, 129, 1], [0, 201, 0, 0]], [(7, 5), (40, 100)]),
+        *product([[2, 0, 3, 1], [0, 0, 0, 0], [40, 0, 0, 1], [70, 0, 129, 1], [0, 201, 0, 0]], [(7, 5), (40, 100)]),
         ([270, 0, 129, 1], (70, 135)),  # so many of each that the shape of tiles is measured
     ],
     ids=str,
@@ -152,3 +153,23 @@ def test_the_host_never_waits(dtype, width):
         grouped_linear(x, weight, counts, bias).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_sums_of_rows_by_source(dtype):
+    """Rows past the first 37 belong to no sum: whatever they and their weights hold, they add and get nothing."""
+    source = torch.randint(7, (40,))
+    rows, weights = torch.randn(40, 300).to(dtype), torch.randn(40)
+    expected = torch.zeros(7, 300, dtype=torch.float64).index_add(
+        0, source[:37], (rows.double() * weights[:, None])[:37]
+    )
+    rows[37:], weights[37:] = torch.nan, torch.nan
+    on_gpu = [one.cuda().requires_grad_() for one in (rows, weights)]
+    sources = sort_by_source(source.cuda(), torch.tensor(37, device="cuda"), 7)
+    out = sum_rows(*on_gpu, sources)
+    tolerance = {"rtol": 0.02, "atol": 0.02} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(out.double().cpu(), expected, **tolerance)
+    d_rows, d_weights = torch.autograd.grad(out.float().sum(), on_gpu)
+    assert d_rows[37:].abs().sum() == d_weights[37:].abs().sum() == 0
+    torch.testing.assert_close(d_rows[:37, 0].double().cpu(), weights[:37].double(), **tolerance)
