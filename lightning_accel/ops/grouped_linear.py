@@ -23,8 +23,9 @@ def grouped_linear(
         counts: (E,) int64, rows of each group; any may be 0.
         bias: (E, O), added to each row of the group.
         backend: ``grouped_mm``, torch's kernel, on CUDA made for bfloat16; ``triton``, ours for CUDA in 16 bits or
-            float32, with sums in float32; both leave ``counts`` on its device. ``loop``, one matrix product per group,
-            copies ``counts`` to the host. ``auto`` calls :func:`choose_grouped_backend`.
+            float32, with sums in float32, whose first call measures the shape of tiles for large products, unless
+            algorithms must be deterministic; both leave ``counts`` on its device. ``loop``, one matrix product per
+            group, copies ``counts`` to the host. ``auto`` calls :func:`choose_grouped_backend`.
 
     Returns:
         (M, O); rows that belong to no group are 0.

@@ -173,3 +173,19 @@ def test_sums_of_rows_by_source(dtype):
     d_rows, d_weights = torch.autograd.grad(out.float().sum(), on_gpu)
     assert d_rows[37:].abs().sum() == d_weights[37:].abs().sum() == 0
     torch.testing.assert_close(d_rows[:37, 0].double().cpu(), weights[:37].double(), **tolerance)
+
+
+@pytest.mark.gpu
+def test_tiles_are_not_measured_where_runs_must_be_repeatable(monkeypatch):
+    grouped_triton = pytest.importorskip("lightning_accel.ops.grouped_triton")
+    for name in ("_measured_rows_kernel", "_measured_groups_kernel"):
+        monkeypatch.setattr(grouped_triton, name, None)
+    x, weight = (tensor.detach().cuda().requires_grad_() for tensor in inputs(torch.float32, 256, (64, 64)))
+    counts = torch.full((4,), 64, device="cuda")
+    with pytest.raises(TypeError, match="NoneType"):
+        grouped_linear(x, weight, counts, backend="triton")
+    torch.use_deterministic_algorithms(True)
+    try:
+        grouped_linear(x, weight, counts, backend="triton").sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -30,7 +30,8 @@ def linear_scan(gate: Tensor, value: Tensor, state: Tensor | None = None, starts
     It uses neither logarithms nor divisions, so gates may be 0, values may have any sign, and float32 stays accurate
     over tens of thousands of steps. 16-bit inputs are accumulated in float32. Small batches of many steps are split
     into chunks of time that run in parallel, unless gates above 1 could overflow within a chunk. On CUDA a Triton
-    kernel is used if triton is installed. Within transforms of torch.func, unless traced by torch.compile, the
+    kernel is used if triton is installed; its first call measures the shape of tiles for large inputs, unless
+    algorithms must be deterministic. Within transforms of torch.func, unless traced by torch.compile, the
     recurrence runs step by step through autograd.
 
     Args:

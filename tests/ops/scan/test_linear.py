@@ -390,3 +390,16 @@ def test_cuda_matches_cpu(shape, dtype, optional):
     half = dtype in (torch.bfloat16, torch.float16)
     tolerance = {"rtol": 0.02, "atol": 0.02} if half else {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(to_cpu(actual), list(expected), **tolerance)
+
+
+@pytest.mark.gpu
+def test_tiles_are_not_measured_where_runs_must_be_repeatable():
+    scan_triton = pytest.importorskip("lightning_accel.ops.scan.triton")
+    large, small = torch.empty(4, 4096, 256, device="meta"), torch.empty(4, 40, 256, device="meta")
+    assert scan_triton._choose("plain", "measured", large)[0] == "measured"
+    assert scan_triton._choose("plain", "measured", small)[0] == "plain"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert scan_triton._choose("plain", "measured", large)[0] == "plain"
+    finally:
+        torch.use_deterministic_algorithms(False)
