@@ -43,8 +43,7 @@ def multiply_rows(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None, 
 
     def grid(meta: Mapping[str, int]) -> tuple[int, int]:
         # as many tiles as there can be: each group, and the rows of none, may end in a part of one
-        tiles = triton.cdiv(num_rows, meta["TILE_ROWS"]) + num_groups
-        return tiles, triton.cdiv(num_out, meta["TILE_OUT"])
+        return triton.cdiv(num_rows, meta["TILE_ROWS"]) + num_groups, triton.cdiv(num_out, meta["TILE_OUT"])
 
     with torch.cuda.device_of(x):  # kernels start on the current device
         kernel[grid](
