@@ -1,11 +1,14 @@
 """Training with bfloat16 parameters that keeps small updates."""
 
+import sys
 from collections.abc import Callable
+from copy import copy as shallow_copy
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins import HalfPrecision
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
@@ -33,6 +36,15 @@ class Bfloat16Precision(HalfPrecision):
     def __init__(self) -> None:
         super().__init__("bf16-true")
         self._steps: list[Float32Step] = []
+
+    def convert_input(self, data: Any) -> Any:
+        """Convert the floating tensors of a batch, those of PyG's graphs included, to bfloat16."""
+        if graphs := sys.modules.get("torch_geometric.data"):  # whoever has one of its graphs has imported it
+            data = apply_to_collection(data, graphs.data.BaseData, self._convert_graph)
+        return super().convert_input(data)
+
+    def _convert_graph(self, graph: Any) -> Any:
+        return shallow_copy(graph).apply(super().convert_input)  # not in place: it may be the data set's own
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]

@@ -9,6 +9,9 @@ from lightning.pytorch.plugins import HalfPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+from torch_geometric.data import Data
+from torch_geometric.nn import GCN
 
 from lightning_accel.data import DigitsDataModule
 from lightning_accel.models import Experts, MoEClassifier
@@ -121,6 +124,32 @@ def test_takes_checkpoints_of_plain_runs(tmp_path):
     fit(HalfPrecision("bf16-true")).trainer.save_checkpoint(tmp_path / "plain.ckpt")
     resumed = fit(Bfloat16Precision(), max_epochs=2, ckpt_path=tmp_path / "plain.ckpt")
     assert all(state["master_weight"].dtype == torch.float32 for state in resumed.trainer.optimizers[0].state.values())
+
+
+class GraphClassifier(L.LightningModule):
+    """Written for PyG's batches, and for float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = GCN(4, 8, 2, 3)
+
+    def training_step(self, batch, batch_idx):
+        assert batch["graph"].x.dtype == batch["graph"].edge_weight.dtype == torch.bfloat16
+        out = self.net(batch["graph"].x, batch["graph"].edge_index, batch["graph"].edge_weight)
+        return F.cross_entropy(out.float(), batch["graph"].y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_graphs_of_pyg_are_converted_and_left_as_they_were():
+    edge_index = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
+    graph = Data(torch.randn(4, 4), edge_index, edge_weight=torch.rand(4), y=torch.tensor([0, 1, 2, 0]))
+    module = GraphClassifier()
+    before = module.net.convs[0].lin.weight.detach().clone()
+    make_trainer(Bfloat16Precision()).fit(module, DataLoader([{"graph": graph}], batch_size=None))
+    assert not torch.equal(module.net.convs[0].lin.weight, before.bfloat16())
+    assert graph.x.dtype == graph.edge_weight.dtype == torch.float32
 
 
 def test_clips_gradients():
