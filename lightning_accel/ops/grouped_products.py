@@ -23,8 +23,8 @@ class Sources(NamedTuple):
     bounds: Tensor  # (N + 1,) int64, where the rows of each source begin in ``order``
 
 
-def sort_by_source(source: Tensor, count: Tensor, num_sources: int) -> Sources:
-    """Describe rows by their ``source`` (M,) in [0, N); those past the first ``count``, 0-d, are of none."""
+def sort_by_source(source: Tensor, count: Tensor | int, num_sources: int) -> Sources:
+    """Describe rows by their ``source`` (M,) in [0, N); those past the first ``count`` are taken from none."""
     taken = torch.arange(len(source), device=source.device) < count
     source = torch.where(taken, source, num_sources)
     ordered, order = source.sort(stable=True)

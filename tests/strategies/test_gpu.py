@@ -2,6 +2,7 @@
 
 import warnings
 from functools import partial
+from itertools import product
 
 import lightning as L
 import pytest
@@ -25,8 +26,13 @@ def no_group_left():
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
-@pytest.mark.parametrize("name", ["plain", "classifier", "language_model"])
-@pytest.mark.parametrize("strategy", ["accel_fsdp2", "ddp", "accel_ddp"])
+@pytest.mark.parametrize(
+    ("strategy", "name"),
+    [
+        *product(["accel_fsdp2", "ddp", "accel_ddp"], ["plain", "classifier", "language_model"]),
+        ("accel_expert_parallel", "language_model"),
+    ],
+)
 def test_one_process_trains_as_without_a_strategy(name, strategy, precision):
     expected = whole_weights(on_gpu(name, precision=precision))
     actual = whole_weights(on_gpu(name, strategy=strategy, precision=precision))

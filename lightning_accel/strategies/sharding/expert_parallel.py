@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_accel._private.torch import all_to_all, parameters_of
+from lightning_accel.ops.extras import HAS_TRITON
+from lightning_accel.ops.grouped_products import gather_rows, sort_by_source, sum_rows
 
 
 def find_experts(module: nn.Module) -> dict[str, nn.Module]:
@@ -60,8 +62,10 @@ def _forward(
     dist.all_to_all_single(arriving, counts.contiguous(), group=group)
     # the only wait for the device: the sizes of the exchange must be known on the host
     sent, received = torch.stack([counts, arriving]).view(2, num_ranks, -1).sum(dim=2).tolist()
-    taken = token_of_slot[: sum(sent)]
-    rows = _to_autocast_dtype(tokens).index_select(0, taken)
+    taken, weights = token_of_slot[: sum(sent)], weight_of_slot[: sum(sent)]
+    tokens = _to_autocast_dtype(tokens)
+    slots = sort_by_source(taken, len(taken), len(tokens)) if tokens.is_cuda and HAS_TRITON else None
+    rows = tokens.index_select(0, taken) if slots is None else gather_rows(tokens, slots)
     arrived = all_to_all(rows, received, sent, group)  # (R, D), sorted by process, then by expert
     by_source = arriving.view(num_ranks, -1)
     expert_of_row = torch.arange(by_source.shape[1], device=tokens.device).repeat(num_ranks)
@@ -70,8 +74,10 @@ def _forward(
     with _local_parameters(experts, num_ranks):
         made = run(arrived, expert_of_row.argsort(stable=True), ones, by_source.sum(dim=0))  # (R, D)
     made = all_to_all(made.contiguous(), sent, received, group)  # (S, D)
+    if slots is not None:
+        return sum_rows(made, weights, slots)
     wide = torch.promote_types(made.dtype, torch.float32)
-    weighted = made.to(wide) * weight_of_slot[: sum(sent)].to(wide).unsqueeze(1)
+    weighted = made.to(wide) * weights.to(wide).unsqueeze(1)
     out = torch.zeros(tokens.shape, dtype=wide, device=tokens.device)
     return out.index_add(0, taken, weighted).to(made.dtype)
 
