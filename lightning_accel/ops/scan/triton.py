@@ -23,8 +23,8 @@ from lightning_accel.ops.scan.linear import empty_as
 
 _TILE_STEPS = 64
 _TILE_CHANNELS = 32
-_LEAST_CHUNK = 4 * _TILE_STEPS  # steps: each chunk's first pass takes two thirds of what it saves
-_PROGRAMS_OF_PROCESSOR = 2
+_LEAST_CHUNK = 4 * _TILE_STEPS  # steps; in chunks, gates and values are read twice
+_PROGRAMS_OF_PROCESSOR = 2  # wanted, so that one computes while the other loads
 _LARGE = 1 << 22  # elements, from which on the shape of tiles is measured
 _TILES = [(64, 32, 4), (64, 32, 8), (64, 16, 4), (32, 64, 4), (32, 32, 2)]
 _MAX_LOG2_GROWTH = tl.constexpr(10.0)  # log2 of the largest factor of gates above 1 within a tile or a chunk
