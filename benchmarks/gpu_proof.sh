@@ -27,9 +27,10 @@ run() { # NAME SECONDS COMMAND ...
 
 run device 60 python -c 'import torch; print(torch.cuda.get_device_properties(0), torch.__version__, torch.version.cuda)'
 run tests 840 python -m pytest -q -m "gpu and not weekly"
-for benchmark in moe scan rnn rbm relational precision native quantization; do
+for benchmark in moe scan rnn rbm relational precision native; do
   run "$benchmark" 160 python "benchmarks/bench_$benchmark.py" --device cuda --json "$folder/$benchmark.json" "${quick[@]}"
 done
+run quantization 160 python benchmarks/bench_quantization.py --device cuda --quick --json "$folder/quantization.json"
 run moe_lm 160 python benchmarks/bench_moe_lm.py --device cuda --quick --json "$folder/moe_lm.json"
 
 printf '%s\n' "| part | outcome | seconds | last line |" "|---|---|---|---|" "${rows[@]}" | tee "$folder/table.md"

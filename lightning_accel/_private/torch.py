@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.dropout import _DropoutNd
@@ -69,6 +70,11 @@ def unscale_gradients_(gradients: list[Tensor], found_inf: Tensor, inverse_scale
 def in_transform() -> bool:
     """Return whether a transform of torch.func is active, which Function.apply asks by this private name, too."""
     return torch._C._are_functorch_transforms_active()
+
+
+def in_forward_mode() -> bool:
+    """Return whether derivatives are computed in forward mode, which has no public name outside of its own module."""
+    return forward_ad._current_level >= 0
 
 
 # ---- operations and compilation

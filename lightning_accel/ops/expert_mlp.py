@@ -22,6 +22,7 @@ from lightning_accel.ops.grouped_linear import (
     choose_grouped_backend,
     grouped_linear,
     multiply_by_torch,
+    needs_formula,
 )
 from lightning_accel.ops.grouped_products import gather_rows, multiply_rows, sort_by_source, sum_rows
 
@@ -93,6 +94,8 @@ def expert_mlp(
     up_bias, down_bias = (None if bias is None else bias.to(tokens.dtype) for bias in (up_bias, down_bias))
     if backend == "auto":
         backend = choose_backend(up_weight, down_weight, token_of_slot.shape[0])
+    if backend in ("grouped_mm", "triton") and needs_formula():
+        backend = "loop"
     with torch.autocast(tokens.device.type, enabled=False):
         if backend == "dense":
             slots = token_of_slot, weight_of_slot, counts

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_accel._private.torch import in_forward_mode, in_transform
 from lightning_accel.ops.extras import HAS_TRITON
 from lightning_accel.ops.grouped_products import TRITON_DTYPES, bias_of_rows, multiply_rows
 
@@ -25,7 +26,8 @@ def grouped_linear(
         backend: ``grouped_mm``, torch's kernel, on CUDA made for bfloat16; ``triton``, ours for CUDA in 16 bits or
             float32, with sums in float32, whose first call measures the shape of tiles for large products, unless
             algorithms must be deterministic; both leave ``counts`` on its device. ``loop``, one matrix product per
-            group, copies ``counts`` to the host. ``auto`` calls :func:`choose_grouped_backend`.
+            group, copies ``counts`` to the host; it is also taken within torch.func and in forward mode. ``auto`` calls
+            :func:`choose_grouped_backend`.
 
     Returns:
         (M, O); rows that belong to no group are 0.
@@ -41,6 +43,8 @@ def grouped_linear(
     bias = None if bias is None else bias.to(x.dtype)
     if backend == "auto":
         backend = choose_grouped_backend(weight)
+    if backend != "loop" and needs_formula():
+        backend = "loop"
     with torch.autocast(x.device.type, enabled=False):
         if backend == "loop":
             return _loop(x, weight, counts, bias)
@@ -56,6 +60,11 @@ def multiply_by_torch(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | No
     """Compute :func:`grouped_linear` by torch's kernel, given the ends of groups; rows of no group hold anything."""
     product = F.grouped_mm(x, weight.transpose(1, 2), offs=ends.to(torch.int32))
     return product if bias is None else product + bias_of_rows(bias, ends, len(x))
+
+
+def needs_formula() -> bool:
+    """Return whether autograd must see the formula: under transforms of torch.func, and in forward mode."""
+    return not torch.compiler.is_compiling() and (in_transform() or in_forward_mode())
 
 
 def choose_grouped_backend(*weights: Tensor) -> Literal["grouped_mm", "loop", "triton"]:

@@ -47,13 +47,15 @@ def multiply_rows(
         (M, O).
 
     Raises:
-        ValueError: if tensors are not on CUDA, or float64, or Triton is missing.
+        ValueError: if tensors are not on CUDA, or float64, dtypes differ, or Triton is missing.
     """
     if not (x.is_cuda and HAS_TRITON and x.dtype in TRITON_DTYPES):
         raise ValueError(
             "the backend 'triton' takes bfloat16, float16 or float32 on CUDA, and needs Triton; got "
             f"{x.dtype} on {x.device}, and Triton is {'' if HAS_TRITON else 'not '}installed. Use 'auto'"
         )
+    if weight.dtype != x.dtype:
+        raise ValueError(f"x and weight must have one dtype; got {x.dtype} and {weight.dtype}. Cast one of them")
     out: Tensor = _multiply_rows(x, weight, ends, bias, *(sources or (None, None, None)))
     return out
 

@@ -88,11 +88,13 @@ def multiply_groups(left: Tensor, right: Tensor, ends: Tensor, source: Tensor | 
 
 def _is_measured(*sizes: int) -> bool:
     """Return whether the fastest tiles are looked for, which may differ, and round differently, in the next run."""
-    return min(sizes) >= _FEW and not torch.are_deterministic_algorithms_enabled()
+    if torch.are_deterministic_algorithms_enabled() or torch.cuda.is_current_stream_capturing():
+        return False
+    return min(sizes) >= _FEW
 
 
 def _precision(x: Tensor) -> str:
-    rounds = x.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest"
+    rounds = x.dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if rounds else "ieee"
 
 
@@ -110,10 +112,12 @@ def _rows_kernel(
     x_row, x_in, weight_group, weight_out, weight_in, PRECISION: tl.constexpr, GROUPS: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr,
 ):  # fmt: skip
-    tile, out_tile = tl.swizzle2d(tl.program_id(0), tl.program_id(1), tl.num_programs(0), tl.num_programs(1), 8)
+    num_tiles, num_out_tiles = tl.num_programs(0), tl.num_programs(1)
+    number = tl.program_id(1) * num_tiles + tl.program_id(0)  # in the order in which programs start
+    tile, out_tile = tl.swizzle2d(number // num_out_tiles, number % num_out_tiles, num_tiles, num_out_tiles, 8)
     each = tl.arange(0, GROUPS)  # the last that counts, number num_groups, is of the rows of no group
     starts = tl.load(ends + each - 1, (each > 0) & (each <= num_groups), other=0)
-    stops = tl.load(ends + each, each < num_groups, other=num_rows)
+    stops = tl.minimum(tl.load(ends + each, each < num_groups, other=num_rows), num_rows)
     tiles = tl.where(each <= num_groups, (stops - starts + TILE_ROWS - 1) // TILE_ROWS, 0)
     last_tiles = tl.cumsum(tiles, 0)
     group = tl.sum((last_tiles <= tile).to(tl.int64), 0)

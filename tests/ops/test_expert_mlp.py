@@ -4,7 +4,7 @@ from itertools import product
 import pytest
 import torch
 import torch._dynamo.testing
-from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 from lightning_accel.ops import expert_mlp
 from lightning_accel.ops.expert_mlp import choose_backend
@@ -284,6 +284,23 @@ def test_cuda_sums_in_one_order(backend):
         runs.append((out, *torch.autograd.grad(out.float().square().sum(), learned)))
     for repeated in runs[1:]:
         torch.testing.assert_close(repeated, runs[0], rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["grouped_mm", "triton"])
+def test_cuda_within_torch_func_and_in_forward_mode(backend):
+    learned, *slots = on_gpu(inputs([2, 0, 4, 1], torch.float32))
+    learned = [one.detach() for one in learned]
+    found = []
+    for one in (backend, "loop"):
+        call = lambda tokens, one=one: run([tokens, *learned[1:]], *slots, backend=one)  # noqa: E731
+        gradient = torch.func.grad(lambda tokens, call=call: call(tokens).sum())(learned[0])
+        tangent = torch.func.jvp(call, (learned[0],), (torch.ones_like(learned[0]),))[1]
+        with forward_ad.dual_level():
+            dual = call(forward_ad.make_dual(learned[0], torch.ones_like(learned[0])))
+            found.append((gradient, tangent, forward_ad.unpack_dual(dual).tangent))
+    torch.testing.assert_close(*found)
+    assert found[0][1].abs().sum() > 0
 
 
 @pytest.mark.gpu

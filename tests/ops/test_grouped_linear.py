@@ -176,6 +176,21 @@ def test_sums_of_rows_by_source(dtype):
 
 
 @pytest.mark.gpu
+def test_triton_rounds_float32_by_either_setting_of_torch():
+    x, weight = (tensor.detach().cuda() for tensor in inputs(torch.float32))
+    expected = grouped_linear(x, weight, COUNTS.cuda(), backend="loop")
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+    try:
+        found = grouped_linear(x, weight, COUNTS.cuda(), backend="triton")
+    finally:
+        matmul.fp32_precision = before
+    torch.testing.assert_close(found, expected, rtol=0.01, atol=0.01)
+    with pytest.raises(ValueError, match=r"one dtype; got torch.float32 and torch.bfloat16"):
+        grouped_linear(x, weight.bfloat16(), COUNTS.cuda(), backend="triton")
+
+
+@pytest.mark.gpu
 def test_tiles_are_not_measured_where_runs_must_be_repeatable(monkeypatch):
     grouped_triton = pytest.importorskip("lightning_accel.ops.grouped_triton")
     for name in ("_measured_rows_kernel", "_measured_groups_kernel"):

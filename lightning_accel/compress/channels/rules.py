@@ -285,7 +285,12 @@ RULES: dict[str, Rule] = {
         _resize,
     ),
     "embedding": _embedding,
-    "scaled_dot_product_attention": _attention,
+    **dict.fromkeys(  # all but the first where TorchScript or an exported program calls them
+        ("scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu",
+         "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+         "_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_cudnn_attention"),
+        _attention,
+    ),
 }  # fmt: skip
 
 
