@@ -57,7 +57,7 @@ def grouped_linear(
 
 
 def multiply_by_torch(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute :func:`grouped_linear` by torch's kernel, given the ends of groups; rows of no group hold anything."""
+    """Compute :func:`grouped_linear` by torch's kernel, given the ends of groups; rows of none may hold anything."""
     product = F.grouped_mm(x, weight.transpose(1, 2), offs=ends.to(torch.int32))
     return product if bias is None else product + bias_of_rows(bias, ends, len(x))
 
