@@ -27,7 +27,7 @@ from lightning_accel.nn.deferred_weights import defer_weights_, restore_weights_
 from lightning_accel.nn.recurrent.fused import fuse_, unfuse_
 from lightning_accel.ops.attention import replace_attention, restore_attention
 from lightning_accel.ops.bernoulli import replace_bernoulli, restore_bernoulli
-from lightning_accel.ops.matmul import replace_matmul, restore_matmul
+from lightning_accel.ops.matmul import keep_matmul_precision, replace_matmul, restore_matmul
 from lightning_accel.ops.names import require_one_of
 from lightning_accel.strategies.sharding.blocks import find_blocks
 
@@ -166,11 +166,11 @@ class Speedups(L.Callback):
         self.allocator = allocator
         self.native_dropout = native_dropout
         self.measured_on = measured_on
-        self._before: dict[str, Any] = {}
+        self._threads_before: int | None = None
         self._fused: list[nn.RNNBase] = []
         self._fused_convolutions: list[nn.Module] = []
         self._deferring: list[nn.MultiheadAttention] = []
-        self._replaced = ExitStack()  # kernels and backends
+        self._replaced = ExitStack()  # kernels, backends and precision
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if self.measured_on is not None and self.measured_on != (here := machine_name()):
@@ -180,10 +180,7 @@ class Speedups(L.Callback):
                 stacklevel=2,
             )
         self.teardown(trainer, pl_module, stage)  # of a run around this one
-        self._before = {
-            "threads": torch.get_num_threads(),
-            "matmul_precision": torch.get_float32_matmul_precision(),
-        }
+        self._threads_before = torch.get_num_threads()
         if self.native_dropout:
             replace_bernoulli()
             self._replaced.callback(restore_bernoulli)
@@ -193,6 +190,7 @@ class Speedups(L.Callback):
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         if self.matmul_precision is not None:
+            self._replaced.enter_context(keep_matmul_precision())
             torch.set_float32_matmul_precision(self.matmul_precision)
         if self.keep_freed_memory:
             keep_freed_memory()
@@ -235,10 +233,9 @@ class Speedups(L.Callback):
         self._compile(pl_module)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if not self._before:
+        if self._threads_before is None:
             return
-        torch.set_num_threads(self._before["threads"])
-        torch.set_float32_matmul_precision(self._before["matmul_precision"])
+        torch.set_num_threads(self._threads_before)
         trainer.strategy.__dict__.pop("process_dataloader", None)
         unfuse_(self._fused)
         self._fused = []
@@ -250,7 +247,7 @@ class Speedups(L.Callback):
         restore_weights_(self._deferring)
         self._deferring = []
         self._replaced.close()
-        self._before = {}
+        self._threads_before = None
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self.teardown(trainer, pl_module, "")  # which Lightning leaves out

@@ -1,7 +1,6 @@
 """Compilation of a graph whose weights are constants, with inductor's own templates of matrix products or without."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from lightning_accel._private.torch import compile_graph, has_amx
 from lightning_accel.compress.quantization.inputs import noise_share
 from lightning_accel.compress.quiet import suppress_output
 from lightning_accel.compress.report.latency import measure_latency, speedup
-from lightning_accel.ops.matmul import onednn_outruns_mkl
+from lightning_accel.ops.matmul import keep_matmul_precision, onednn_outruns_mkl
 
 Compilation = Callable[..., Any]
 
@@ -29,23 +28,10 @@ def compile_frozen(graph: torch.fx.GraphModule, inputs: Sequence[Tensor], max_au
         inputs: arguments of a call.
         max_autotune: take inductor's own templates of matrix products where they are faster.
     """
-    with _products_by_onednn():
-        return compile_graph(graph, inputs, {"freezing": True, "max_autotune": max_autotune})
-
-
-@contextmanager
-def _products_by_onednn() -> Iterator[None]:
-    """Let inductor choose oneDNN while open, as it does where products may be rounded.
-
-    Whether they are, which takes a CPU with AMX as well, depends on the setting when they run.
-    """
-    before = torch.get_float32_matmul_precision()
-    try:
-        if onednn_outruns_mkl():
+    with keep_matmul_precision():
+        if onednn_outruns_mkl():  # inductor takes it where products may be rounded; the setting when they run decides
             torch.set_float32_matmul_precision("medium")
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+        return compile_graph(graph, inputs, {"freezing": True, "max_autotune": max_autotune})
 
 
 def autotuned(

@@ -111,5 +111,5 @@ def precision_of_products(precision: str, device: torch.device, has_float64: boo
     """
     if precision.startswith(("bf16", "16", "64")):
         return {"b": "bf16", "1": "fp16", "6": "fp64"}[precision[0]]
-    is_tf32 = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    is_tf32 = device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if is_tf32 else "fp64" if has_float64 else "fp32"

@@ -6,14 +6,17 @@ of AVX-512: twice as many operations a second on AMD's Zen 5. Results differ in 
 
 import math
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from lightning_accel._private.torch import onednn_multiplies_float32
 from lightning_accel.ops.native import Replacement, missing_kernel
 
+_ONEDNN: Any = torch.backends.mkldnn  # whose attributes torch replaces as it is imported, unseen by type checkers
 _CPUINFO = Path("/proc/cpuinfo")
 # A call of oneDNN takes 10 us longer than one of MKL, which multiplies this often in the time, on each thread
 _MIN_TERMS = 1_500_000
@@ -69,7 +72,25 @@ def restore_matmul() -> None:
 
 def multiplies_by_onednn() -> bool:
     """Return whether float32 matrix products on the CPU are computed by oneDNN now, or may be, rounded to bfloat16."""
-    return bool(_REPLACEMENT) or torch.get_float32_matmul_precision() == "medium"
+    return bool(_REPLACEMENT) or _ONEDNN.matmul.fp32_precision == "bf16"
+
+
+@contextmanager
+def keep_matmul_precision() -> Iterator[None]:
+    """Restore the precision of float32 products on leaving, whichever of torch's settings it was set by.
+
+    :func:`torch.get_float32_matmul_precision` raises where ``torch.backends.*.matmul.fp32_precision`` says otherwise.
+    """
+    backends = torch.backends.cuda.matmul, _ONEDNN.matmul
+    of_backends, of_all = [backend.fp32_precision for backend in backends], "highest"
+    with suppress(RuntimeError):
+        of_all = torch.get_float32_matmul_precision()
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(of_all)
+        for backend, precision in zip(backends, of_backends, strict=True):
+            backend.fp32_precision = precision
 
 
 def _replace() -> Callable[[], None]:

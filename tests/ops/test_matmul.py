@@ -7,8 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch.backends import mkldnn
 
+from lightning_accel.measure.flops import precision_of_products
 from lightning_accel.ops import matmul
-from lightning_accel.ops.matmul import replace_matmul, restore_matmul, takes_onednn, why_no_onednn_matmul
+from lightning_accel.ops.matmul import (
+    keep_matmul_precision,
+    multiplies_by_onednn,
+    replace_matmul,
+    restore_matmul,
+    takes_onednn,
+    why_no_onednn_matmul,
+)
 
 M, K, N, B = 130, 121, 99, 3  # 1.56 million multiplications, on one thread enough
 
@@ -240,3 +248,28 @@ def test_it_says_why_not(native, one_thread, products, monkeypatch, name, value,
     with pytest.raises(RuntimeError, match=f"in place of MKL: {reason}.*Leave onednn_matmul off"):
         replace_matmul()
     assert products(lambda: A @ W)[0] == 0
+
+
+@pytest.mark.parametrize("setting", [None, "high", "cuda", "mkldnn"])
+def test_precision_is_kept_whichever_of_torchs_settings_it_was_set_by(setting):
+    def current():
+        try:
+            return torch.get_float32_matmul_precision(), *(backend.fp32_precision for backend in backends.values())
+        except RuntimeError:  # the older setting cannot say what the newer one has changed
+            return "mixed", *(backend.fp32_precision for backend in backends.values())
+
+    backends = {name: getattr(torch.backends, name).matmul for name in ("cuda", "mkldnn")}
+    with keep_matmul_precision():
+        if setting in backends:
+            backends[setting].fp32_precision = "bf16" if setting == "mkldnn" else "tf32"
+        elif setting:
+            torch.set_float32_matmul_precision(setting)
+        before = current()
+        assert multiplies_by_onednn() == (setting == "mkldnn")
+        is_tf32 = setting in ("high", "cuda")
+        assert precision_of_products("32-true", torch.device("cuda")) == ("tf32" if is_tf32 else "fp32")
+        with keep_matmul_precision():
+            torch.set_float32_matmul_precision("medium")
+            assert multiplies_by_onednn()
+        assert current() == before
+    assert current()[0] == "highest"
