@@ -90,12 +90,15 @@ def replace_cpu_kernel(name: str, kernel: Callable[..., Any], key: str) -> Calla
 
     ``key`` is ``CPU``, or ``AutogradCPU`` of what records gradients.
 
-    Kernels of a ``torch.library.Library`` go with it, but it has no public method to end.
+    Kernels of a ``torch.library.Library`` go with it, but it has no public method to end. What an export has found to
+    compute an operation is kept, which nothing public ends either.
     """
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
         library.impl(name, kernel, key, with_keyset=True)
+    packet, _, overload = name.partition(".")
+    getattr(getattr(torch.ops.aten, packet), overload or "default")._dispatch_cache.clear()
     return library._destroy
 
 

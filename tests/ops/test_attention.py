@@ -170,7 +170,14 @@ def test_layers_autocast_and_checkpoints_are_served(replaced, calls):
     assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))
 
 
-def test_compiled_layers_are_served(replaced, compiler):
+@pytest.fixture
+def exported():
+    """Let torch's compiler find torch's own kernel, once for each operation."""
+    torch.export.export(nn.TransformerEncoderLayer(4, 2, 4), (torch.ones(3, 2, 4),))
+
+
+@pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec:FutureWarning")  # of torch's own code
+def test_compiled_layers_are_served(exported, replaced, compiler):
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 

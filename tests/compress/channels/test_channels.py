@@ -156,6 +156,14 @@ def test_attention_is_followed_whatever_computes_it(name):
     assert [len(layer) for layer in groups.layers] == sizes
 
 
+def test_attention_of_an_exported_program_is_followed():
+    make, x, _ = CASES["attention"]
+    program = torch.export.export(make().eval(), (x.float(),)).module(check_guards=False)
+    reasons = find_channel_groups(program, (x.float(),)).left_out.values()
+    assert reasons
+    assert not [one for one in reasons if "not followed" in one]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_smaller_module_computes_what_the_whole_does_with_channels_at_zero(name):
     make, x, sizes = CASES[name]
