@@ -120,7 +120,8 @@ def _cache_folders() -> list[Path]:
     chosen = os.environ.get("LIGHTNING_ACCEL_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     cache = os.path.expanduser(chosen or os.path.join(base, "lightning_accel"))
-    home = [] if cache.startswith("~") else [Path(cache)]  # "~" stays for a user that the system does not know
+    # compilers run in another folder; "~" stays for a user that the system does not know
+    home = [] if cache.startswith("~") else [Path(cache).absolute()]
     try:
         return [*home, _temporary_cache()]
     except FileNotFoundError:  # there is no writable folder for temporary files

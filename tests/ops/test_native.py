@@ -239,6 +239,12 @@ def test_a_cache_that_cannot_be_written_is_left_for_the_temporary_folder(cache, 
         native_build._writable_cache()
 
 
+def test_a_relative_cache_is_found_by_compilers_which_run_in_another_folder(cache, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LIGHTNING_ACCEL_CACHE", "cache")
+    assert native_build._writable_cache() == cache
+
+
 @pytest.mark.parametrize("chosen_by", ["LIGHTNING_ACCEL_CACHE", "XDG_CACHE_HOME", "HOME", "TMPDIR"])
 def test_a_library_that_others_can_have_planted_is_not_loaded(cache, tmp_path, monkeypatch, caplog, chosen_by):
     """Whoever may write the library, its folder or a folder above can put code into the process."""
