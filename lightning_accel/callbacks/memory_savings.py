@@ -13,8 +13,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_accel._private.torch import BatchNormBase, tree_map_only
 from lightning_accel.callbacks.ddp_settings import require_whole_parameters
 from lightning_accel.callbacks.trainer_callbacks import require_own_steps
+from lightning_accel.ops.blocks import find_blocks
 from lightning_accel.strategies.batch_splitting import RecordedLog, merge_outputs, split_batch
-from lightning_accel.strategies.sharding.blocks import find_blocks, recompute_activations
+from lightning_accel.strategies.sharding.blocks import recompute_activations
 
 _LEAST_BYTES = 2**20  # smaller activations cost more to move than they save
 

@@ -27,9 +27,9 @@ from lightning_accel.nn.deferred_weights import defer_weights_, restore_weights_
 from lightning_accel.nn.recurrent.fused import fuse_, unfuse_
 from lightning_accel.ops.attention import replace_attention, restore_attention
 from lightning_accel.ops.bernoulli import replace_bernoulli, restore_bernoulli
+from lightning_accel.ops.blocks import find_blocks
 from lightning_accel.ops.matmul import keep_matmul_precision, replace_matmul, restore_matmul
 from lightning_accel.ops.names import require_one_of
-from lightning_accel.strategies.sharding.blocks import find_blocks
 
 CompileScope = Literal["children", "blocks"]
 CompileMode = Literal["reduce-overhead", "max-autotune"]

@@ -7,6 +7,7 @@ from lightning_accel.compress.export.decoding import CachedDecoder
 from lightning_accel.compress.export.loading import Compressed, load_compressed
 from lightning_accel.compress.export.writing import Exported, ExportError, Probabilities, export, require_exportable
 from lightning_accel.compress.pruning.masks import prune_, sparsity_at
+from lightning_accel.compress.pruning.one_shot import prune_on_data_
 from lightning_accel.compress.pruning.prunable import find_prunable
 from lightning_accel.compress.quantization.quantized import NothingPickedError, Quantized, quantize
 from lightning_accel.compress.report.forms import measure_forms, plain_forms
@@ -47,6 +48,7 @@ __all__ = [
     "measure_latency",
     "plain_forms",
     "prune_",
+    "prune_on_data_",
     "quantize",
     "require_exportable",
     "score_channels",

@@ -1,6 +1,7 @@
 """Arguments of calls of a module, for any number of samples, and messages of their errors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -53,6 +54,19 @@ def smallest_call(module: nn.Module, inputs: Inputs) -> Inputs:
     except Exception:
         return inputs
     return one
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, run: Run) -> Iterator[None]:
+    """Let calls of ``module`` call ``run`` while open."""
+    own = module.__dict__.get("forward")
+    object.__setattr__(module, "forward", run)
+    try:
+        yield
+    finally:
+        object.__delattr__(module, "forward")
+        if own is not None:
+            object.__setattr__(module, "forward", own)
 
 
 def first_line(error: BaseException | None) -> str:

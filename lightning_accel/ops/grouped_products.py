@@ -100,6 +100,9 @@ def _multiply_rows(
     return multiply_rows(x, weight, ends, bias, source)
 
 
+MULTIPLY_ROWS = torch.ops.lightning_accel.multiply_rows.default
+
+
 @torch.library.custom_op("lightning_accel::multiply_groups", mutates_args=())
 def _multiply_groups(
     left: Tensor, right: Tensor, ends: Tensor, source: Tensor | None, order: Tensor | None, bounds: Tensor | None

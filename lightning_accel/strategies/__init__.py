@@ -4,12 +4,12 @@ from typing import Any
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
+from lightning_accel.ops.blocks import find_blocks
 from lightning_accel.strategies.checkpoints.atomic import write_atomically
 from lightning_accel.strategies.checkpoints.io import AtomicCheckpointIO, AtomicModelParallelStrategy
 from lightning_accel.strategies.data_parallel import DataParallelStrategy
 from lightning_accel.strategies.ddp import AccelDDPStrategy
 from lightning_accel.strategies.pipeline.strategy import PipelineStrategy
-from lightning_accel.strategies.sharding.blocks import find_blocks
 from lightning_accel.strategies.sharding.expert_parallel import find_experts
 from lightning_accel.strategies.sharding.strategy import FullyShardedStrategy
 from lightning_accel.strategies.sync_batchnorm import (

@@ -3,7 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -21,7 +21,7 @@ from lightning_accel._private.torch import tree_leaves, tree_map_only
 from lightning_accel.callbacks.recorded_calls import callable_parts, outermost
 from lightning_accel.callbacks.resume.random_state import restored_random_state
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of
-from lightning_accel.compress.calls import Inputs
+from lightning_accel.compress.calls import Inputs, replaced_forward
 from lightning_accel.compress.uncompiled import uncompile_
 from lightning_accel.data.planned_sampler import PlannedSampler
 from lightning_accel.ops.names import clean_name
@@ -345,7 +345,7 @@ def evaluate(
         )
     device = module.device
     with (
-        _replaced_forward(module.get_submodule(deployed), run),
+        nullcontext() if run is None else replaced_forward(module.get_submodule(deployed), run),
         _detached_from_trainer(datamodule),
         _silenced_trainer(),
     ):
@@ -439,21 +439,6 @@ def _silenced_trainer() -> Iterator[None]:
         yield
     finally:
         log.setLevel(level)
-
-
-@contextmanager
-def _replaced_forward(module: nn.Module, run: Callable[..., Any] | None) -> Iterator[None]:
-    if run is None:
-        yield
-        return
-    own = module.__dict__.get("forward")
-    object.__setattr__(module, "forward", run)
-    try:
-        yield
-    finally:
-        object.__delattr__(module, "forward")
-        if own is not None:
-            object.__setattr__(module, "forward", own)
 
 
 def _tensors(module: nn.Module) -> list[torch.Tensor]:

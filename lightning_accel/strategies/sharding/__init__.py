@@ -1,6 +1,6 @@
 """Models whose parameters are sharded over processes.
 
-``strategy`` is FSDP2 for Lightning. ``blocks`` finds the modules to shard one by one and applies FSDP2 to them;
+``strategy`` is FSDP2 for Lightning. ``blocks`` applies FSDP2 to a module block by block;
 ``expert_parallel`` distributes experts. ``state`` gathers whole weights and optimizer states, and ``metadata`` reads
 what sharded checkpoints hold, before torch does.
 """

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_accel._private.lightning import layer_sync_of, starts_scripts, timeout_of
+from lightning_accel.ops.blocks import find_blocks
 from lightning_accel.ops.names import list_of_names
 from lightning_accel.strategies.batch_samplers import require_distributable_batches
 from lightning_accel.strategies.checkpoints.atomic import find_written, remove_atomically, write_atomically
@@ -32,7 +33,6 @@ from lightning_accel.strategies.sharding.blocks import (
     batch_norm_statistics,
     broadcast_,
     broadcast_state,
-    find_blocks,
     recompute_activations,
     shard_module,
 )

@@ -1,0 +1,292 @@
+"""Weights set to zero once, by what they are multiplied with, layer by layer.
+
+Shapes: M outputs, K inputs of a weight as a matrix, S inputs that calibration data has.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.backends import mha
+
+from lightning_accel._private.torch import ConvBase
+from lightning_accel.compress.calls import Inputs
+from lightning_accel.compress.layerwise import find_layers_of, visit_layerwise
+from lightning_accel.compress.pruning.masks import parse_structure, require_sparsity
+from lightning_accel.compress.pruning.products import Matrix, ProductRecorder
+from lightning_accel.compress.pruning.prunable import Prunable, find_prunable, is_stacked
+from lightning_accel.ops.names import Exclusion, require_one_of
+
+Method: TypeAlias = Literal["wanda", "sparsegpt"]
+Pattern: TypeAlias = tuple[int, int] | None
+
+_BLOCK = 128  # columns after which the remaining ones are updated, as in the paper of SparseGPT
+_DAMPING = 0.01  # share of the mean of the diagonal, as there
+_SMALLEST = 1e-30  # mean square of inputs in the range of float32
+
+
+def prune_on_data_(
+    module: nn.Module,
+    inputs: Sequence[Inputs],
+    sparsity: float | None = None,
+    *,
+    method: Method = "sparsegpt",
+    structure: str = "unstructured",
+    exclude: Sequence[Exclusion] = (),
+) -> dict[str, Tensor]:
+    """Set weights of a trained ``module`` to zero, once, by the inputs that they are multiplied with.
+
+    Layers are pruned one after the other, in the order of their calls, each on what the pruned layers before it make of
+    the calibration data. All have the same sparsity. Weights are those that
+    :func:`~lightning_accel.compress.find_prunable` finds and that matrix products or convolutions are seen to use; a
+    warning names the others. Memory is needed for the outputs of one layer on all of ``inputs``, and, with
+    ``sparsegpt``, for K x K numbers for each weight of K inputs in one layer.
+
+    Args:
+        module: any module. It is called in evaluation mode, without gradients and autocast.
+        inputs: positional and keyword arguments of calls: ``[((x,), {}), ...]``. 128 texts or images are customary.
+        sparsity: share of the weights to set to zero. It may be omitted only with an N:M ``structure``.
+        method: ``"wanda"`` keeps in each row of a weight those with the largest ``|weight| * norm of its inputs`` (Sun
+            et al. 2023, https://arxiv.org/abs/2306.11695). ``"sparsegpt"`` changes the weights that it keeps, too, so
+            that outputs change the least (Frantar and Alistarh 2023, https://arxiv.org/abs/2301.00774, algorithm 1):
+            better, and slower.
+        structure: ``"unstructured"``, or N:M such as ``"2:4"``.
+        exclude: see :func:`~lightning_accel.compress.find_prunable`.
+
+    Returns:
+        Boolean masks of the weights that are kept, by the name of the parameter.
+
+    Raises:
+        TypeError: if neither ``sparsity`` nor ``structure`` says how much to prune.
+        ValueError: if an option is out of range, ``inputs`` is empty, no weight can be pruned, or a layer gets or gives
+            NaN or infinity.
+
+    >>> layer = nn.Linear(4, 3)
+    >>> kept = prune_on_data_(layer, [((torch.rand(20, 4),), {})], 0.5)
+    >>> layer.weight.count_nonzero(1)
+    tensor([2, 2, 2])
+    """
+    require_one_of("method", method, get_args(Method))
+    pattern = parse_structure(structure)
+    if sparsity is None and pattern is None:
+        raise TypeError(
+            "prune_on_data_ needs sparsity, the share of weights to set to zero, or a structure that says it, such as "
+            "'2:4'; got neither"
+        )
+    share = require_sparsity(sparsity, pattern)
+    if not inputs:
+        raise ValueError("prune_on_data_ needs calibration data: arguments of calls of the module; inputs is empty")
+    found, left_out = find_prunable(module, exclude)
+    if not found:
+        raise ValueError(f"{type(module).__name__} has no weight to prune; left out: {left_out}")
+    choose = partial(_CHOICES[method], sparsity=share, pattern=pattern)
+    missed: dict[str, str] = {}
+    masks: dict[str, Tensor] = {}
+    with _ready_for_calibration(module), _contiguous([one.weight for one in found]):
+        layers = find_layers_of(module, [one.module for one in found], inputs[0])
+
+        def visit(layer: nn.Module, run: Callable[[], None]) -> None:
+            weights = {found[number].name: found[number] for number in layers[layer]}
+            statistics: dict[Matrix, Tensor] = {}
+            tensors = {name: one.weight for name, one in weights.items()}
+            with ProductRecorder(tensors, partial(_add_products, statistics, method == "sparsegpt")):
+                run()
+            for name, one in weights.items():
+                own = {matrix: value for matrix, value in statistics.items() if matrix.name == name}
+                if reason := _reason_not_pruned(one, own, pattern):
+                    missed[name] = reason
+                else:
+                    masks[name] = _prune_weight(one, own, choose)
+
+        visit_layerwise(module, inputs, [*layers], visit)
+    missed |= {one.name: "not called" for one in found if one.name not in masks and one.name not in missed}
+    if not masks:
+        raise ValueError(f"no weight of {type(module).__name__} was pruned: {_describe(missed)}")
+    if missed:
+        warnings.warn(f"prune_on_data_ leaves weights as they are: {_describe(missed)}", stacklevel=2)
+    return {one.name: masks[one.name] for one in found if one.name in masks}
+
+
+@contextmanager
+def _ready_for_calibration(module: nn.Module) -> Iterator[None]:
+    """Let calls run in evaluation mode, as operations that show their products."""
+    training = {one: one.training for one in module.modules()}
+    module.eval()
+    onednn: Any = torch.backends.mkldnn  # whose recurrent layers are one operation, as attention's fast path
+    has_onednn, onednn.enabled = onednn.enabled, False
+    has_fast_path = mha.get_fastpath_enabled()
+    mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        onednn.enabled = has_onednn
+        mha.set_fastpath_enabled(has_fast_path)
+        for one, was_training in training.items():
+            one.training = was_training
+
+
+@contextmanager
+def _contiguous(weights: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Give weights the memory of rows while open, whose matrices have strides."""
+    strides = {weight: weight.stride() for weight in weights if not weight.is_contiguous()}
+    for weight in strides:
+        weight.data = weight.data.contiguous()
+    try:
+        yield
+    finally:
+        for weight, stride in strides.items():
+            own = torch.empty_strided(weight.shape, stride, dtype=weight.dtype, device=weight.device)
+            weight.data = own.copy_(weight.data)
+
+
+def _add_products(statistics: dict[Matrix, Tensor], squares_of_pairs: bool, matrix: Matrix, x: Tensor) -> None:
+    """Add to the sums of the inputs' squares, (K,), or of the products of all pairs of inputs, (K, K)."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    own = x.t() @ x if squares_of_pairs else x.square().sum(0)
+    known = statistics.get(matrix)
+    statistics[matrix] = own if known is None else known.add_(own)
+
+
+def _reason_not_pruned(one: Prunable, statistics: Mapping[Matrix, Tensor], pattern: Pattern) -> str | None:
+    weight = one.weight
+    if not statistics:
+        return "no product with it was seen"
+    if any(not value.isfinite().all() for value in statistics.values()):
+        raise ValueError(
+            f"{one.name} is multiplied with NaN or infinity on the calibration data, which cannot tell what matters. "
+            "Look for a layer that overflows, or leave out the inputs for which it does"
+        )
+    if pattern is not None and any(matrix.shape[1] % pattern[1] for matrix in statistics):
+        return f"its inputs are no multiple of {pattern[1]}"
+    uses = torch.zeros_like(weight, dtype=torch.int32)
+    for matrix in statistics:
+        matrix.of(uses).add_(1)
+    inputs = {matrix.shape[1] for matrix in statistics}
+    along = 1 if isinstance(one.module, ConvBase) else weight.stride(one.input_dim)
+    if bool((uses > 1).any()) or len(inputs) > 1 or any(matrix.strides[1] != along for matrix in statistics):
+        return "it is multiplied in several ways"
+    if not is_stacked(one.module, weight) and not bool((uses == 1).all()):
+        return "only a part of it is multiplied"
+    return None
+
+
+def _prune_weight(one: Prunable, statistics: Mapping[Matrix, Tensor], choose: Callable[..., Any]) -> Tensor:
+    """Prune each matrix of a weight, and return where the weight is kept; experts without data count magnitudes."""
+    weight = one.weight
+    kept = torch.ones_like(weight, dtype=torch.bool)
+    matrices: dict[Matrix, Tensor | None] = dict(statistics)
+    if is_stacked(one.module, weight):
+        size = weight.stride(0)
+        for matrix in statistics:
+            for number in range(weight.shape[0]):
+                matrices.setdefault(matrix._replace(offset=number * size + matrix.offset % size), None)
+    for matrix, value in matrices.items():
+        own = matrix.of(weight)
+        values, mask = choose(own.to(torch.promote_types(own.dtype, torch.float32)), value)
+        if not values.isfinite().all():
+            raise ValueError(f"{one.name} would get NaN or infinity from pruning: it has weights that are not finite")
+        own.copy_(values)
+        matrix.of(kept).copy_(mask)
+    return kept
+
+
+def prune_by_wanda(
+    weight: Tensor, squares: Tensor | None, sparsity: float, pattern: Pattern = None
+) -> tuple[Tensor, Tensor]:
+    """Prune each row of a matrix by magnitude times norm of the input.
+
+    Source: Sun et al. 2023, A Simple and Effective Pruning Approach for Large Language Models, eq. 1 and section 3.
+
+    Args:
+        weight: (M, K).
+        squares: (K,), sums of the squared inputs; None for equal norms.
+        sparsity: share of each row.
+        pattern: N of M neighbours to keep.
+
+    Returns:
+        The pruned matrix, and where it is kept, bool, both (M, K).
+    """
+    scores = weight.abs() if squares is None else weight.abs() * squares.sqrt()
+    kept = ~_lowest(scores, sparsity, pattern)
+    return weight * kept, kept
+
+
+def prune_by_sparsegpt(
+    weight: Tensor, products: Tensor | None, sparsity: float, pattern: Pattern = None
+) -> tuple[Tensor, Tensor]:
+    """Prune a matrix column by column, and let the columns to the right make up for what goes.
+
+    Source: Frantar and Alistarh 2023, SparseGPT, algorithm 1, with masks chosen for 128 columns at a time; for N:M, for
+    M at a time.
+
+    Args:
+        weight: (M, K).
+        products: (K, K), sum of ``x.t() @ x`` over the inputs; None if they are not known.
+        sparsity: share of each 128 columns.
+        pattern: N of M neighbours to keep.
+
+    Returns:
+        The changed matrix, and where it is kept, bool, both (M, K).
+    """
+    weight = weight.clone()
+    if products is None or products.diagonal().mean() < _SMALLEST:
+        factor = torch.eye(weight.shape[1]).to(weight)
+    else:
+        factor = _inverse_factor(products / products.diagonal().mean())
+        weight[:, products.diagonal() == 0] = 0  # of inputs that are always 0
+    kept = torch.ones_like(weight, dtype=torch.bool)
+    size = _BLOCK if pattern is None else max(_BLOCK // pattern[1], 1) * pattern[1]
+    for begin in range(0, weight.shape[1], size):
+        part, own = weight[:, begin : begin + size], kept[:, begin : begin + size]  # changed in place
+        rows = factor[begin : begin + size]  # (size, K)
+        square = rows[:, begin : begin + size]
+        diagonal = square.diagonal()
+        if pattern is None:
+            scores = (part / diagonal).square()
+            own.copy_(~_lowest(scores.reshape(1, -1), sparsity, None).view_as(scores))
+        errors = torch.zeros_like(part)
+        for column in range(part.shape[1]):
+            if pattern is not None and column % pattern[1] == 0:
+                group = slice(column, column + pattern[1])
+                own[:, group] = ~_lowest((part[:, group] / diagonal[group]).square(), sparsity, pattern)
+            errors[:, column] = part[:, column].masked_fill(own[:, column], 0) / diagonal[column]
+            part[:, column:] -= errors[:, column, None] * square[column, column:]
+        weight[:, begin + size :] -= errors @ rows[:, begin + size :]
+    return weight.masked_fill_(~kept, 0), kept
+
+
+def _inverse_factor(products: Tensor) -> Tensor:
+    """Return the upper Cholesky factor of the inverse of a (K, K) matrix whose diagonal has a mean of 1, damped."""
+    is_dead = (products.diagonal() == 0).to(products)
+    damping = _DAMPING
+    while True:
+        lower, failed = torch.linalg.cholesky_ex(products + torch.diag(is_dead + damping))
+        if not failed:
+            factor, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+        if not failed:
+            return factor
+        damping *= 10  # float32 cannot tell so small eigenvalues from 0
+
+
+def _lowest(scores: Tensor, share: float, pattern: Pattern) -> Tensor:
+    """Mark a share of each row, or the lowest of each group of neighbours along it."""
+    if pattern is not None:
+        keep, size = pattern
+        groups = scores.reshape(-1, size)
+        order = groups.argsort(dim=1, stable=True)[:, : size - keep]
+        return torch.zeros_like(groups, dtype=torch.bool).scatter_(1, order, True).view_as(scores)
+    length = scores.shape[1]
+    order = scores.argsort(dim=1, stable=True)[:, : min(round(share * length), length - 1)]
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, order, True)
+
+
+def _describe(reasons: Mapping[str, str]) -> str:
+    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+
+
+_CHOICES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"wanda": prune_by_wanda, "sparsegpt": prune_by_sparsegpt}
