@@ -16,6 +16,7 @@ from lightning_accel.callbacks.monitors.run_report import RunReport
 from lightning_accel.callbacks.monitors.stall import StallMonitor
 from lightning_accel.callbacks.prediction_writer import PredictionWriter
 from lightning_accel.callbacks.pruning.callback import Pruning
+from lightning_accel.callbacks.pruning.one_shot import OneShotPruning
 from lightning_accel.callbacks.pruning.semi_structured import SemiStructuredSparsity
 from lightning_accel.callbacks.resume.exact_resume import ExactResume
 from lightning_accel.callbacks.resume.sampler_check import SamplerCheck
@@ -33,6 +34,7 @@ __all__ = [
     "ExpertLosses",
     "Export",
     "MemorySavings",
+    "OneShotPruning",
     "PredictionWriter",
     "Pruning",
     "Quantization",

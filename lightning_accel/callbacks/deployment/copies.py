@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -22,6 +23,7 @@ from lightning_accel.callbacks.recorded_calls import callable_parts, outermost
 from lightning_accel.callbacks.resume.random_state import restored_random_state
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of
 from lightning_accel.compress.calls import Inputs, replaced_forward
+from lightning_accel.compress.calls import num_samples as samples_of
 from lightning_accel.compress.uncompiled import uncompile_
 from lightning_accel.data.planned_sampler import PlannedSampler
 from lightning_accel.ops.names import clean_name
@@ -211,6 +213,13 @@ def with_order(loader: DataLoader[Any], order: Sequence[int]) -> DataLoader[Any]
     return DataLoader(loader.dataset, loader.batch_size, sampler=order, collate_fn=loader.collate_fn)
 
 
+def in_random_order(loader: Any) -> Any:
+    """Return a loader in a fixed random order, for representative samples; loaders of other kinds unchanged."""
+    if not has_plain_order(loader):
+        return loader  # a custom sampler may use other keys and omit samples
+    return with_order(loader, torch.randperm(len(loader.dataset), generator=torch.Generator().manual_seed(0)).tolist())
+
+
 def _first_batch_of(loader: DataLoader[Any]) -> DataLoader[Any]:
     return with_order(loader, range(min(cast(int, loader.batch_size), len(cast(Sized, loader.dataset)))))
 
@@ -316,6 +325,32 @@ def find_deployed(
             "is to be deployed is not known. Name the submodule that it calls: module='network'"
         )
     return Deployed(found, module.get_submodule(found), calls[found], figures)
+
+
+def calibration_calls(
+    module: L.LightningModule,
+    loader: Any,
+    num_samples: int,
+    name: str | None = None,
+    datamodule: L.LightningDataModule | None = None,
+) -> Deployed:
+    """Find the deployed module, with calls of ``num_samples`` samples in total, or what the loader has.
+
+    Args:
+        module: a module without a Trainer, as :class:`WholeCopy` returns it.
+        loader: its batches are passed to ``validation_step``, sixteen where it does not tell their size.
+        num_samples: of all calls together; the last one stays whole.
+        name: name of the submodule, as in :func:`find_deployed`.
+        datamodule: the datamodule whose batch hooks are applied.
+    """
+    size = getattr(loader, "batch_size", None)
+    found = find_deployed(module, loader, name, math.ceil(num_samples / size) if size else 16, datamodule)
+    taken: list[Inputs] = []
+    for call in found.inputs:
+        taken.append(call)
+        if sum(map(samples_of, taken)) >= num_samples:
+            break
+    return found._replace(inputs=taken)
 
 
 def evaluate(

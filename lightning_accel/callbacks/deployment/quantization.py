@@ -3,7 +3,7 @@
 import math
 import tempfile
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -17,15 +17,14 @@ from lightning_accel.callbacks.compression_phase import announce_change, defer_b
 from lightning_accel.callbacks.deployment.copies import (
     Deployed,
     WholeCopy,
+    calibration_calls,
     dry_run,
     evaluate,
-    find_deployed,
-    has_plain_order,
+    in_random_order,
     require_deployable,
     run_folder,
     run_in_first_process,
     undistributed,
-    with_order,
 )
 from lightning_accel.callbacks.deployment.export import file_format_for_quantized
 from lightning_accel.callbacks.fit_end import failures_as_warnings
@@ -374,11 +373,7 @@ class Quantization(L.Callback):
 
     def _find(self, module: L.LightningModule, loader: Any, datamodule: L.LightningDataModule | None) -> Deployed:
         """Find the deployed module, with calls of ``calibrate`` samples in total."""
-        loader = _in_random_order(loader)
-        size = getattr(loader, "batch_size", None)
-        batches = math.ceil(self.calibrate / size) if size else 16
-        found = find_deployed(module, loader, self.module, batches, datamodule)
-        return found._replace(inputs=_take_calls(found.inputs, self.calibrate))
+        return calibration_calls(module, in_random_order(loader), self.calibrate, self.module, datamodule)
 
     def _quantize(
         self, module: L.LightningModule, deployed: Deployed, loader: Any, datamodule: L.LightningDataModule | None
@@ -441,22 +436,6 @@ def _save_report(report: Report | None, folder: Path) -> None:
         with failures_as_warnings("Quantization could not write its report"):
             report.print()
             report.save(folder)
-
-
-def _in_random_order(loader: Any) -> Any:
-    """Return a loader in a fixed random order, for representative samples; loaders of other kinds unchanged."""
-    if not has_plain_order(loader):
-        return loader  # a custom sampler may use other keys and omit samples
-    return with_order(loader, torch.randperm(len(loader.dataset), generator=torch.Generator().manual_seed(0)).tolist())
-
-
-def _take_calls(inputs: Iterable[Inputs], rows: int) -> list[Inputs]:
-    kept: list[Inputs] = []
-    for one in inputs:
-        kept.append(one)
-        if sum(num_samples(call) for call in kept) >= rows:
-            break
-    return kept
 
 
 def _summary(result: Quantized, mode: str) -> str:

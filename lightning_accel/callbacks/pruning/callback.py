@@ -239,13 +239,14 @@ class Pruning(L.Callback):
             return
         total = _num_steps(trainer)
         self._first = _to_step("begin", self.begin, total)
-        self._last = _to_step("end", self.end, total)
         if self.schedule == "one_shot" and self.regrowth is None:
             self._last = self._first
-        elif self._last == self._first and isinstance(self.begin, float) and self.begin < self.end:
-            self._last += 1  # shares of a very short run, such as a trial
-        elif self._last <= self._first:
-            raise ValueError(f"end must come after begin; got begin={self.begin}, end={self.end} of {total} steps")
+        else:
+            self._last = _to_step("end", self.end, total)
+            if self._last == self._first and isinstance(self.begin, float) and self.begin < self.end:
+                self._last += 1  # shares of a very short run, such as a trial
+            elif self._last <= self._first:
+                raise ValueError(f"end must come after begin; got begin={self.begin}, end={self.end} of {total} steps")
         if total is not None and self._last > total and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             raise ValueError(
                 f"pruning would end at step {self._last}, but the run has {total} optimizer steps: the target would "

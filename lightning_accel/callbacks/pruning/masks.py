@@ -1,6 +1,6 @@
 """Pruning by masks that keep weights at zero; each process masks its own shards."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -96,9 +96,11 @@ class MaskStructure:
             self._is_sharded = True
 
     def _exclude_unsupported(self) -> None:
-        reasons = [self._unsupported_reason(part) for part in self.parts]
-        self.left_out |= {part.name: reason for part, reason in zip(self.parts, reasons, strict=True) if reason}
-        kept = [number for number, reason in enumerate(reasons) if reason is None]
+        self._leave_out({part.name: reason for part in self.parts if (reason := self._unsupported_reason(part))})
+
+    def _leave_out(self, reasons: Mapping[str, str]) -> None:
+        self.left_out |= reasons
+        kept = [number for number, part in enumerate(self.parts) if part.name not in reasons]
         self.parts = [self.parts[number] for number in kept]
         if self._holders is not None:
             self._holders = [self._holders[number] for number in kept]
@@ -266,9 +268,7 @@ class MaskStructure:
 
     def apply(self, trainer: L.Trainer) -> None:
         """Set pruned entries of weights, optimizer moments and averaged weights to zero."""
-        for one in cast(nn.Module, trainer.strategy.model).modules():
-            if isinstance(one, FSDPModule):
-                one.reshard()  # else a copy unsharded for an evaluation would be used
+        self.reshard(trainer)
         with torch.no_grad():
             for part in self._local_parts():
                 mask = self.pruned[part.name]
@@ -278,6 +278,12 @@ class MaskStructure:
                         if isinstance(value, Tensor) and local(value).shape == mask.shape:
                             local(value).masked_fill_(mask, 0)
         self.apply_to_averages(trainer)
+
+    def reshard(self, trainer: L.Trainer) -> None:
+        """Let FSDP2 gather weights anew before their next use, in place of a copy from an evaluation."""
+        for one in cast(nn.Module, trainer.strategy.model).modules():
+            if isinstance(one, FSDPModule):
+                one.reshard()
 
     def apply_to_averages(self, trainer: L.Trainer) -> None:
         """Set pruned entries of weights that another callback averages to zero."""

@@ -1,0 +1,198 @@
+"""Pruning at one step, by what the weights are multiplied with."""
+
+import copy
+from collections.abc import Sequence
+from functools import partial
+from itertools import islice
+from typing import Any, get_args
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_accel._private.lightning import data_source_of
+from lightning_accel._private.torch import tree_map_only
+from lightning_accel.callbacks.deployment.copies import (
+    Deployed,
+    WholeCopy,
+    calibration_calls,
+    dry_run,
+    in_random_order,
+    require_deployable,
+    run_in_first_process,
+    undistributed,
+)
+from lightning_accel.callbacks.pruning.callback import Pruning
+from lightning_accel.callbacks.pruning.masks import MaskStructure
+from lightning_accel.compress.pruning.one_shot import Method, calibrate_and_prune_
+from lightning_accel.compress.pruning.prunable import find_prunable
+from lightning_accel.ops.names import Exclusion, require_one_of
+
+
+class OneShotPruning(Pruning):
+    """Prune a trained network in one step, by calibration data, and keep the zeros while it trains on.
+
+    Weights are chosen by Wanda or SparseGPT (see :func:`~lightning_accel.compress.prune_on_data_`), which need no
+    gradients: a language model loses half of its weights at little cost, and what it loses, some steps of training
+    give back. All layers get the same sparsity. By default it happens before the first step, for a network that comes
+    trained; with ``begin=1.0`` it happens after the last one.
+
+    The first process prunes a whole copy of the module in its CPU's memory, on training samples, while the others
+    wait; under any strategy all get the same weights. Masks are then kept, and resumed, as by
+    :class:`~lightning_accel.callbacks.Pruning`, whose methods and log this callback has. It prunes what
+    ``validation_step`` calls, and leaves the rest in ``left_out``.
+
+    Args:
+        sparsity: share of zeros in each layer; by default 0.5.
+        structure: ``"unstructured"``, or N:M such as ``"2:4"``, which keeps N of M neighbours along a layer's input.
+        method: ``"sparsegpt"``, which also changes the weights that it keeps, or ``"wanda"``, which is faster.
+        begin: optimizer step of the pruning, or share of the run if a float in [0, 1].
+        calibrate: number of training samples that are looked at.
+        exclude: names or patterns of parameters or submodules (``"head"``, ``"blocks.*.norm"``), or classes by name.
+        module: name of the pruned submodule; by default the one that ``validation_step`` calls.
+
+    Raises:
+        ValueError: if an option is out of range; before training, if nothing can be pruned or ``module`` names nothing.
+        TypeError: before training, if the module has no ``validation_step``, and under strategies that flatten
+            parameters (FSDP1, DeepSpeed).
+    """
+
+    def __init__(
+        self,
+        sparsity: float | None = None,
+        *,
+        structure: str = "unstructured",
+        method: Method = "sparsegpt",
+        begin: int | float = 0.0,
+        calibrate: int = 128,
+        exclude: Sequence[str | type[nn.Module]] = (),
+        module: str | None = None,
+    ) -> None:
+        require_one_of("method", method, get_args(Method))
+        if structure in ("channel", "width"):
+            raise ValueError(f"OneShotPruning prunes single weights or N:M; take Pruning for structure={structure!r}")
+        if calibrate < 1:
+            raise ValueError(f"calibrate must be at least 1 sample; got {calibrate}")
+        self.method: Method = method
+        self.calibrate = calibrate
+        self.deployed = module
+        if sparsity is None and structure == "unstructured":
+            sparsity = 0.5
+        super().__init__(sparsity, structure=structure, schedule="one_shot", begin=begin, exclude=exclude)
+
+    def _make_structure(self) -> MaskStructure:
+        return _CalibratedMasks(self.structure, self.exclude, self.target, self.method, self.calibrate, self.deployed)
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            require_deployable(pl_module, "OneShotPruning", self.deployed)
+            self._copy = WholeCopy(pl_module)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        assert isinstance(self._masks, _CalibratedMasks)
+        self._masks.copied = self._copy
+        if self._first > 0 and not self.is_final_phase:
+            dry_run(trainer, pl_module, self._copy, self._try, "prune", self.deployed, of_training=True)
+
+    def _update(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super()._update(trainer, pl_module)
+        assert isinstance(self._masks, MaskStructure)
+        self.left_out = dict(self._masks.left_out)
+
+    def _try(self, found: Deployed) -> None:
+        assert isinstance(self._masks, _CalibratedMasks)
+        self._masks.prune(found, self.target)
+
+
+class _CalibratedMasks(MaskStructure):
+    """Set weights to zero once, as a pruned copy of the whole module in the first process has them."""
+
+    copied: WholeCopy
+
+    def __init__(
+        self,
+        structure: str,
+        exclude: Sequence[Exclusion],
+        target: float,
+        method: Method,
+        calibrate: int,
+        deployed: str | None,
+    ) -> None:
+        super().__init__(structure, "magnitude", "layer", exclude, target)
+        self.method: Method = method
+        self.calibrate, self.deployed = calibrate, deployed
+
+    def prune(self, found: Deployed, sparsity: float) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, str]]:
+        """Prune a deployed module in place.
+
+        Returns:
+            Masks of kept weights with the weights, and reasons for those that are not pruned, by their whole names.
+        """
+        prefix = f"{found.name}." if found.name else ""
+        mine = {part.name for part in self.parts}
+        weights = {one.name: one for one in find_prunable(found.module)[0] if prefix + one.name in mine}
+        kept, missed = calibrate_and_prune_(
+            found.module, found.inputs, [*weights.values()], sparsity, self.method, self.pattern
+        )
+        if not kept:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in missed.items())
+            raise ValueError(
+                f"validation_step calls {found.name or 'the module'}, in which no weight can be pruned ({reasons}). "
+                "Name another submodule by module"
+            )
+        pruned = {prefix + name: (mask, weights[name].weight.detach()) for name, mask in kept.items()}
+        return pruned, {prefix + name: reason for name, reason in missed.items()}
+
+    def prune_to(self, trainer: L.Trainer, pl_module: L.LightningModule, sparsity: float) -> None:
+        pruned: dict[str, tuple[Tensor, Tensor]] = {}
+        missed: dict[str, str] = {}
+
+        def prune_copy(copied: L.LightningModule) -> None:
+            datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+            loaders = in_random_order(undistributed(data_source_of(trainer.fit_loop).dataloader()))
+            independent = tree_map_only(DataLoader, partial(_independent, self.calibrate), loaders)
+            found = calibration_calls(copied, independent, self.calibrate, self.deployed, datamodule)
+            own, left = self.prune(found, sparsity)
+            pruned.update(own)
+            missed.update(left)
+
+        make = partial(self.copied.make, trainer, pl_module)
+        run_in_first_process(trainer, make, prune_copy, "prune")
+        missed = trainer.strategy.broadcast(missed)
+        names = trainer.strategy.broadcast([*pruned])
+        unused = [part.name for part in self.parts if part.name not in names]
+        self._leave_out({name: missed.get(name, "outside of what validation_step calls") for name in unused})
+        self.reshard(trainer)
+        with torch.no_grad():
+            for part in self.parts:
+                sent: Any = trainer.strategy.broadcast(pruned.pop(part.name, None))
+                kept, weight = sent
+                if part.is_held:
+                    part.value.copy_(part.shard(weight))
+                    self.pruned[part.name] = part.shard(~kept)
+        self._masks_changed(trainer)
+        rank_zero_info(f"{self.method} has pruned {len(names)} weights to a sparsity of {self.sparsity():.3f}")
+
+    def _apply_state(self) -> None:
+        if self._loaded:
+            unused = [part.name for part in self.parts if part.name not in self._loaded["shapes"]]
+            self._leave_out(dict.fromkeys(unused, "not pruned in the run that is resumed"))
+        super()._apply_state()
+
+
+def _independent(count: int, loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Return a loader of the first samples or batches, or of a stream, that leaves the samplers of ``loader`` alone."""
+    dataset, size, collate = loader.dataset, loader.batch_size, loader.collate_fn
+    if isinstance(dataset, IterableDataset):
+        return DataLoader(copy.copy(dataset), size, collate_fn=collate)
+    gives_batches = size is None and loader.batch_sampler is not None
+    order: Any = loader.batch_sampler if gives_batches else loader.sampler
+    order = getattr(order, "index_sampler", order)  # of ExactResume, which is in its place
+    taken = [*islice(copy.deepcopy(order, {id(dataset): dataset}), count)]
+    if gives_batches:
+        return DataLoader(dataset, batch_sampler=taken, collate_fn=collate)
+    return DataLoader(dataset, size, sampler=taken, collate_fn=collate)

@@ -1,0 +1,312 @@
+"""Pruning by calibration data: against loops in float64, and which weights, layers and inputs are seen."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_accel.callbacks.deployment.copies import find_deployed
+from lightning_accel.compress import find_prunable, layerwise, prune_on_data_
+from lightning_accel.compress.pruning.one_shot import prune_by_sparsegpt, prune_by_wanda
+from lightning_accel.nn import DynamicRNN, MixtureOfExperts
+from tests.zoo import ZOO
+
+DOUBLE = torch.float64
+
+
+def correlated(rows=300, features=200, scale=2.0):
+    mixed = torch.randn(rows, features, dtype=DOUBLE) @ torch.randn(features, features, dtype=DOUBLE)
+    return mixed * torch.logspace(0, -scale, features, dtype=DOUBLE) / math.sqrt(features)
+
+
+def wanda_by_loops(weight, x, sparsity, pattern):
+    norms = [float(x[:, column].norm()) for column in range(x.shape[1])]
+    kept = torch.ones(weight.shape, dtype=torch.bool)
+    for row in range(len(weight)):
+        scores = [abs(float(value)) * norm for value, norm in zip(weight[row], norms, strict=True)]
+        if pattern is None:
+            groups, count = [range(len(scores))], round(sparsity * len(scores))
+        else:
+            groups = [range(at, at + pattern[1]) for at in range(0, len(scores), pattern[1])]
+            count = pattern[1] - pattern[0]
+        for group in groups:
+            kept[row, sorted(group, key=scores.__getitem__)[:count]] = False
+    return weight * kept, kept
+
+
+def sparsegpt_by_inverses(weight, x, sparsity, pattern):
+    """Remove columns one by one, with the inverse of what is left computed anew: the optimal brain surgeon's step."""
+    products = x.t() @ x
+    products += 0.01 * products.diagonal().mean() * torch.eye(len(products), dtype=DOUBLE)
+    inverses = [torch.linalg.inv(products[column:, column:]) for column in range(len(products))]
+    spread = torch.stack([inverse[0, 0] for inverse in inverses])
+    weight, kept = weight.clone(), torch.ones(weight.shape, dtype=torch.bool)
+    limit = (weight**2 / spread).flatten().sort().values[round(sparsity * weight.numel())]
+    counts = (weight**2 / spread < limit).sum(0)
+    for column in range(len(products)):
+        if pattern is None and column % 128 == 0:
+            block = slice(column, column + 128)
+            scores = (weight[:, block] ** 2 / spread[block]).flatten()
+            kept[:, block] = (scores >= scores.sort().values[int(counts[block].sum())]).view_as(kept[:, block])
+        elif pattern is not None and column % pattern[1] == 0:
+            block = slice(column, column + pattern[1])
+            scores = weight[:, block] ** 2 / spread[block]
+            limits = scores.sort(1).values[:, pattern[1] - pattern[0], None]
+            kept[:, block] = scores >= limits
+        gone = torch.where(kept[:, column], 0, weight[:, column])
+        weight[:, column:] -= gone[:, None] * inverses[column][0] / inverses[column][0, 0]
+    return weight, kept
+
+
+@pytest.mark.parametrize("pattern", [None, (2, 4)])
+@pytest.mark.parametrize(
+    ("prune", "reference"), [(prune_by_wanda, wanda_by_loops), (prune_by_sparsegpt, sparsegpt_by_inverses)]
+)
+def test_methods_are_those_of_their_papers(prune, reference, pattern):
+    torch.manual_seed(0)
+    x, weight = correlated(), torch.randn(9, 200, dtype=DOUBLE)
+    statistic = x.t() @ x if prune is prune_by_sparsegpt else x.square().sum(0)
+    found, kept = prune(weight, statistic, 0.5, pattern)
+    expected, expected_kept = reference(weight, x, 0.5, pattern)
+    assert kept.equal(expected_kept)
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+    assert (found[~kept] == 0).all()
+    single, _ = prune(weight.float(), statistic.float(), 0.5, pattern)
+    change = [float(((one.double() - weight) @ x.t()).norm()) for one in (found, single)]
+    assert change[1] == pytest.approx(change[0], rel=0.02)  # a few masks differ
+
+
+def test_sparsegpt_changes_outputs_less_than_wanda_and_that_less_than_magnitude():
+    torch.manual_seed(0)
+    layer, x = nn.Linear(200, 30).double(), correlated(scale=1.0)
+    errors = []
+    for method in ("sparsegpt", "wanda", None):
+        pruned = copy.deepcopy(layer)
+        if method:
+            prune_on_data_(pruned, [((part,), {}) for part in x.split(70)], 0.5, method=method)
+        else:
+            magnitudes = layer.weight.detach().abs()
+            pruned.weight.data.masked_fill_(magnitudes <= magnitudes.median(1, keepdim=True).values, 0)
+        assert int((pruned.weight == 0).sum()) == pytest.approx(3000, abs=31)
+        errors.append(float((pruned(x) - layer(x)).detach().norm()))
+    assert errors[0] < 0.9 * errors[1] < 0.9 * errors[2]
+
+
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+def test_dead_and_tiny_inputs_and_unknown_ones(method):
+    prune = {"wanda": prune_by_wanda, "sparsegpt": prune_by_sparsegpt}[method]
+    weight = torch.randn(5, 8)
+    x = torch.randn(50, 8) * (torch.arange(8) % 4 > 0)
+    for scale in (1.0, 1e-18, 1e-25):
+        part = x * scale
+        found, kept = prune(weight, part.t() @ part if method == "sparsegpt" else part.square().sum(0), 0.25)
+        assert found.isfinite().all()
+        assert int(kept.sum()) == 30
+        if scale == 1:
+            assert not kept[:, ::4].any()
+    found, kept = prune(weight, None, 0.25)
+    assert found.equal(weight * kept)
+
+
+ATTENTION = nn.MultiheadAttention(8, 2, kdim=6, vdim=6, batch_first=True)
+CASES = {
+    "linear": (nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), (torch.randn(9, 6),)),
+    "convolutions": (
+        nn.Sequential(
+            nn.Conv2d(3, 8, (3, 2), stride=(2, 1), padding=(1, 0)), nn.ReLU(), nn.Conv2d(8, 4, 3, groups=2, dilation=2)
+        ),
+        (torch.randn(2, 3, 9, 11),),
+    ),
+    "convolution of sequences": (nn.Conv1d(4, 6, 3, padding="same", dilation=2), (torch.randn(3, 4, 10),)),
+    "convolution of volumes": (nn.Conv3d(2, 4, 2, stride=2), (torch.randn(3, 2, 4, 6, 5),)),
+    "attention": (nn.TransformerEncoderLayer(8, 2, 12, batch_first=True), (torch.randn(3, 7, 8),)),
+    "cross attention": (ATTENTION, (torch.randn(3, 7, 8), torch.randn(3, 5, 6), torch.randn(3, 5, 6))),
+    "recurrent": (nn.LSTM(6, 8, 2, batch_first=True), (torch.randn(3, 5, 6),)),
+    "ours, recurrent": (DynamicRNN(6, 8), (torch.randn(3, 5, 6), torch.tensor([5, 3, 2]))),
+    "experts": (MixtureOfExperts(6, 8, num_experts=4, k=2, gated=True), (torch.randn(40, 6),)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_weights_get_the_sparsity_whatever_multiplies_them(name, recwarn):
+    module, args = copy.deepcopy(CASES[name][0]), CASES[name][1]
+    module.train()
+    modes = {path: one.training for path, one in module.named_modules()}
+    kept = prune_on_data_(module, [(args, {})], 0.5)
+    assert list(kept) == [one.name for one in find_prunable(module)[0]]
+    assert not [one for one in recwarn if "prune_on_data_" in str(one.message)]
+    for weight, mask in kept.items():
+        assert float(mask.float().mean()) == pytest.approx(0.5, abs=0.02)
+        assert not module.get_parameter(weight).data[~mask].any()
+    assert modes == {path: one.training for path, one in module.named_modules()}
+
+
+def reconstruct(weight, x, sparsity):
+    kept = prune_by_sparsegpt(weight, x.t() @ x, sparsity)
+    return kept[0]
+
+
+def test_inputs_of_convolutions_are_patches_and_memory_of_channels_stays():
+    torch.manual_seed(0)
+    layer = nn.Conv2d(4, 6, (3, 2), stride=(2, 1), padding=(1, 0), groups=2, bias=False).to(
+        memory_format=torch.channels_last
+    )
+    x = torch.randn(5, 4, 7, 6)
+    patches = F.unfold(x, (3, 2), stride=(2, 1), padding=(1, 0)).transpose(1, 2).reshape(-1, 24)
+    expected = [reconstruct(layer.weight[3 * g : 3 * g + 3].detach().flatten(1), patches[:, 12 * g : 12 * g + 12], 0.5)
+                for g in (0, 1)]  # fmt: skip
+    prune_on_data_(layer, [((x,), {})], 0.5)
+    torch.testing.assert_close(layer.weight.flatten(1), torch.cat(expected), rtol=1e-4, atol=1e-5)
+    assert layer.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_experts_are_pruned_by_their_own_tokens_and_those_without_by_magnitude():
+    torch.manual_seed(0)
+    layer = MixtureOfExperts(6, 8, num_experts=3, k=1)
+    nn.init.zeros_(layer.gate.weight)
+    layer.gate.weight.data[0, 0], layer.gate.weight.data[1, 0] = 5.0, -5.0  # tokens by the sign; none for the last
+    x = torch.randn(60, 6)
+    before = layer.experts.up_weight.detach().clone()
+    prune_on_data_(layer, [((x,), {})], 0.5)
+    for expert, tokens in enumerate((x[x[:, 0] > 0], x[x[:, 0] < 0])):
+        expected = reconstruct(before[expert], tokens, 0.5)
+        torch.testing.assert_close(layer.experts.up_weight[expert], expected, rtol=1e-4, atol=1e-5)
+    small = before[2].abs() < before[2].abs().flatten().sort().values[24]
+    assert layer.experts.up_weight[2].equal(before[2].masked_fill(small, 0))
+
+
+class Skips(nn.Module):
+    """Use the output of the first block again after the last one."""
+
+    def __init__(self, again):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4))
+        self.again = again
+
+    def forward(self, x):
+        x = first = self.blocks[0](x)
+        for block in self.blocks[1:3]:
+            x = block(2 * x)
+        return self.blocks[3](x + first if self.again else x)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_each_layer_is_pruned_on_what_the_pruned_ones_before_it_give(again, monkeypatch):
+    """Whether the layers before are left out or, where their outputs are used later, computed again."""
+    torch.manual_seed(0)
+    module = Skips(again)
+    inputs = [((torch.randn(rows, 6),), {}) for rows in (30, 50)]
+    expected = copy.deepcopy(module)
+    for block in expected.blocks:
+        seen = []
+        hook = block.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0].detach()))
+        for args, _ in inputs:
+            expected(*args)
+        hook.remove()
+        block[0].weight.data = reconstruct(block[0].weight.detach(), torch.cat(seen), 0.5)
+    calls = [0] * 4
+    for number, block in enumerate(module.blocks):
+        block.register_forward_hook(lambda *_, number=number: calls.__setitem__(number, calls[number] + 1))
+    chains = []
+    own = layerwise._Replay.run
+    monkeypatch.setattr(layerwise._Replay, "run", lambda self, at: chains.append(self.is_chain) or own(self, at))
+    prune_on_data_(module, inputs, 0.5)
+    assert chains == [True, True, True, not again]
+    for one, other in zip(module.blocks, expected.blocks, strict=True):
+        torch.testing.assert_close(one[0].weight, other[0].weight, rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_that_is_called_twice_counts_all_its_inputs():
+    torch.manual_seed(0)
+    shared = nn.Linear(6, 6)
+    module, x = nn.Sequential(shared, nn.Tanh(), shared), torch.randn(50, 6)
+    with torch.no_grad():
+        expected = reconstruct(shared.weight.detach(), torch.cat([x, torch.tanh(shared(x))]), 0.5)
+    prune_on_data_(module, [((x,), {})], 0.5)
+    torch.testing.assert_close(shared.weight, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "olmoe", "t5", "whisper", "swin", "gps"])
+def test_networks_that_nobody_here_wrote(name, recwarn):
+    model = ZOO[name]
+    pytest.importorskip(model.requires)
+    found = find_deployed(model.make().eval(), model.loader(), None, 2, None)
+    before = {one.name: one.weight.detach().clone() for one in find_prunable(found.module)[0]}
+    kept = prune_on_data_(found.module, found.inputs, 0.5)
+    assert not [one for one in recwarn if "prune_on_data_" in str(one.message)]
+    assert [*kept] == [*before]
+    for weight, mask in kept.items():
+        assert float(mask.float().mean()) == pytest.approx(0.5, abs=0.03)
+        assert not found.module.get_parameter(weight)[mask].equal(before[weight][mask])  # made up for the others
+
+
+def test_half_precision_compiled_layers_and_ties():
+    model = ZOO["llama"].make().model.bfloat16().eval()
+    model.tie_weights()
+    model.model.layers[0].mlp.compile()
+    ids = torch.randint(0, 29, (4, 12))
+    kept = prune_on_data_(model, [((), {"input_ids": ids})], structure="2:4", exclude=["lm_head"])
+    assert all(int(mask.view(-1, 4).sum(1).max()) == 2 for mask in kept.values())
+    assert all(not model.get_parameter(name)[~mask].any() for name, mask in kept.items())
+    assert "model.layers.0.mlp.up_proj.weight" in kept
+    assert {value.dtype for value in model.parameters()} == {torch.bfloat16}
+
+
+class Odd(nn.Module):
+    """Have weights that are multiplied from both sides, in part, and never."""
+
+    def __init__(self):
+        super().__init__()
+        self.both, self.part, self.never, self.plain = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        x = self.plain(x)
+        return self.both(x) @ self.both.weight.t().t() + x @ self.part.weight[:2].t().repeat(1, 2)
+
+
+def test_weights_that_cannot_be_pruned_are_named():
+    module = Odd()
+    with pytest.warns(UserWarning, match="prune_on_data_ leaves weights as they are: .*both.weight") as caught:
+        kept = prune_on_data_(module, [((torch.randn(20, 4),), {})], 0.5)
+    (message,) = [str(one.message) for one in caught if "prune_on_data_" in str(one.message)]
+    assert "both.weight: it is multiplied in several ways" in message
+    assert "part.weight: no product with it was seen" in message
+    assert "never.weight: no product with it was seen" in message
+    assert [*kept] == ["plain.weight"]
+
+
+def test_wrong_calls_say_what_is_needed():
+    layer, x = nn.Linear(6, 3), torch.randn(5, 6)
+    call = [((x,), {})]
+    with pytest.raises(TypeError, match="needs sparsity, the share of weights"):
+        prune_on_data_(layer, call)
+    with pytest.raises(ValueError, match="method must be one of"):
+        prune_on_data_(layer, call, 0.5, method="obs")
+    with pytest.raises(ValueError, match="needs calibration data"):
+        prune_on_data_(layer, [], 0.5)
+    with pytest.raises(ValueError, match="has no weight to prune"):
+        prune_on_data_(nn.ReLU(), call, 0.5)
+    with pytest.raises(ValueError, match=r"no weight of Linear was pruned: weight: its inputs are no multiple of 4"):
+        prune_on_data_(layer, call, structure="2:4")
+    before = layer.weight.detach().clone()
+    with pytest.raises(ValueError, match="weight is multiplied with NaN or infinity on the calibration data"):
+        prune_on_data_(layer, [((x / 0,), {})], 0.5)
+    assert layer.weight.equal(before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_are_seen_in_kernels_of_gpus(dtype):
+    torch.manual_seed(0)
+    layer = MixtureOfExperts(16, 24, num_experts=3, k=2)
+    x = torch.randn(50, 16)
+    on_gpu = copy.deepcopy(layer).to("cuda", dtype)
+    prune_on_data_(layer, [((x,), {})], 0.5)
+    kept = prune_on_data_(on_gpu, [((x.to("cuda", dtype),), {})], 0.5)
+    assert [*kept] == ["experts.up_weight", "experts.down_weight"]
+    for name, mask in kept.items():
+        assert float((mask.cpu() == (layer.get_parameter(name) != 0)).float().mean()) > 0.95
+        assert not on_gpu.get_parameter(name)[~mask].any()
