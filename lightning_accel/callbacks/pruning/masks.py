@@ -268,7 +268,9 @@ class MaskStructure:
 
     def apply(self, trainer: L.Trainer) -> None:
         """Set pruned entries of weights, optimizer moments and averaged weights to zero."""
-        self.reshard(trainer)
+        for one in cast(nn.Module, trainer.strategy.model).modules():
+            if isinstance(one, FSDPModule):
+                one.reshard()  # else a copy unsharded for an evaluation would be used
         with torch.no_grad():
             for part in self._local_parts():
                 mask = self.pruned[part.name]
@@ -278,12 +280,6 @@ class MaskStructure:
                         if isinstance(value, Tensor) and local(value).shape == mask.shape:
                             local(value).masked_fill_(mask, 0)
         self.apply_to_averages(trainer)
-
-    def reshard(self, trainer: L.Trainer) -> None:
-        """Let FSDP2 gather weights anew before their next use, in place of a copy from an evaluation."""
-        for one in cast(nn.Module, trainer.strategy.model).modules():
-            if isinstance(one, FSDPModule):
-                one.reshard()
 
     def apply_to_averages(self, trainer: L.Trainer) -> None:
         """Set pruned entries of weights that another callback averages to zero."""

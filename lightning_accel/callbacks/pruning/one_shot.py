@@ -166,7 +166,6 @@ class _CalibratedMasks(MaskStructure):
         names = trainer.strategy.broadcast([*pruned])
         unused = [part.name for part in self.parts if part.name not in names]
         self._leave_out({name: missed.get(name, "outside of what validation_step calls") for name in unused})
-        self.reshard(trainer)
         with torch.no_grad():
             for part in self.parts:
                 sent: Any = trainer.strategy.broadcast(pruned.pop(part.name, None))

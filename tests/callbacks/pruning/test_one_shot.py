@@ -102,6 +102,32 @@ def test_resumed_with_equal_bits(tmp_path):
         assert_same(run(resume=tmp_path / f"{step}.ckpt"), whole)
 
 
+class Pairs:
+    """Give batches of the user's own, which know what they have given."""
+
+    def __init__(self):
+        self.given = 0
+
+    def __len__(self):
+        return 6
+
+    def __iter__(self):
+        for first in range(6):
+            self.given += 1
+            yield [first, first + 6]
+
+
+def test_a_batch_sampler_of_the_users_is_left_alone():
+    samplers = [Pairs(), Pairs()]
+    for sampler, callbacks in zip(samplers, ([], [OneShotPruning(begin=3)]), strict=True):
+        loader = DataLoader(rows(), batch_sampler=sampler)
+        quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+        trainer = L.Trainer(max_epochs=1, accelerator="cpu", callbacks=[*callbacks, ExactResume()], **quiet)
+        trainer.fit(Net(), loader, DataLoader(rows(), 8))
+    assert samplers[0].given == samplers[1].given > 0
+    assert callbacks[0].sparsity() == pytest.approx(0.5, abs=0.01)
+
+
 def pruned_weights(name, devices, strategy):
     module, data = make(name, partial(torch.optim.SGD, lr=0.0))
     pruning = OneShotPruning(0.5, calibrate=16)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lightning_accel._private.torch import num_compiled_graphs
 from lightning_accel.callbacks.deployment.copies import find_deployed
 from lightning_accel.compress import find_prunable, layerwise, prune_on_data_
 from lightning_accel.compress.pruning.one_shot import prune_by_sparsegpt, prune_by_wanda
@@ -111,6 +112,28 @@ def test_dead_and_tiny_inputs_and_unknown_ones(method):
     assert found.equal(weight * kept)
 
 
+class Columns(nn.Module):
+    """Multiply by a weight from the left."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 6))
+
+    def forward(self, x):
+        return self.weight @ x.t()
+
+
+class Unused(nn.Module):
+    """Multiply by the first of three experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_experts, self.matrices = 3, nn.Parameter(torch.randn(3, 5, 6))
+
+    def forward(self, x):
+        return x @ self.matrices[0].t()
+
+
 ATTENTION = nn.MultiheadAttention(8, 2, kdim=6, vdim=6, batch_first=True)
 CASES = {
     "linear": (nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), (torch.randn(9, 6),)),
@@ -124,6 +147,8 @@ CASES = {
     "convolution of volumes": (nn.Conv3d(2, 4, 2, stride=2), (torch.randn(3, 2, 4, 6, 5),)),
     "attention": (nn.TransformerEncoderLayer(8, 2, 12, batch_first=True), (torch.randn(3, 7, 8),)),
     "cross attention": (ATTENTION, (torch.randn(3, 7, 8), torch.randn(3, 5, 6), torch.randn(3, 5, 6))),
+    "columns": (Columns(), (torch.randn(9, 6),)),
+    "experts without data": (Unused(), (torch.randn(9, 6),)),
     "recurrent": (nn.LSTM(6, 8, 2, batch_first=True), (torch.randn(3, 5, 6),)),
     "ours, recurrent": (DynamicRNN(6, 8), (torch.randn(3, 5, 6), torch.tensor([5, 3, 2]))),
     "experts": (MixtureOfExperts(6, 8, num_experts=4, k=2, gated=True), (torch.randn(40, 6),)),
@@ -189,7 +214,7 @@ class Skips(nn.Module):
     def forward(self, x):
         x = first = self.blocks[0](x)
         for block in self.blocks[1:3]:
-            x = block(2 * x)
+            x = block(x.mul_(2))  # changes an output in place
         return self.blocks[3](x + first if self.again else x)
 
 
@@ -246,12 +271,14 @@ def test_networks_that_nobody_here_wrote(name, recwarn):
 def test_half_precision_compiled_layers_and_ties():
     model = ZOO["llama"].make().model.bfloat16().eval()
     model.tie_weights()
-    model.model.layers[0].mlp.compile()
+    model.model.layers[0].compile()
+    before = num_compiled_graphs()
     ids = torch.randint(0, 29, (4, 12))
     kept = prune_on_data_(model, [((), {"input_ids": ids})], structure="2:4", exclude=["lm_head"])
     assert all(int(mask.view(-1, 4).sum(1).max()) == 2 for mask in kept.values())
     assert all(not model.get_parameter(name)[~mask].any() for name, mask in kept.items())
     assert "model.layers.0.mlp.up_proj.weight" in kept
+    assert num_compiled_graphs() == before
     assert {value.dtype for value in model.parameters()} == {torch.bfloat16}
 
 
