@@ -20,7 +20,7 @@ from torch import Tensor
 
 import lightning_accel.strategies  # noqa: F401  # its short names
 from lightning_accel import AmpPrecision, Distillation, ExactResume, PredictionWriter, Pruning, RestoringEarlyStopping
-from lightning_accel.callbacks import ExpertLoadMonitor, RBMMonitor
+from lightning_accel.callbacks import ExpertLoadMonitor, OneShotPruning, RBMMonitor
 from tests.ranks import run_ranks
 from tests.strategies.trained import ADAMW, SGD, fit
 from tests.tolerance import rounding
@@ -87,6 +87,7 @@ CALLBACKS = {
         Pruning(0.5, schedule="one_shot", begin=1),
         RestoringEarlyStopping("val/loss", patience=9, check_on_train_epoch_end=False, restore_best=False),
     ],
+    "calibrated": lambda module, folder: [ExactResume(), OneShotPruning(0.5, begin=1)],
     "distillation": lambda module, folder: [ExactResume(), Distillation("initial", weight=0.5)],
 }
 
@@ -107,13 +108,14 @@ QUICK = [
     Cell("plain", "accel_expert_parallel", "32-true", "ours"),
     Cell("plain", "tensor parallel", "32-true", "Lightning's"),
     Cell("classifier", "accel_expert_parallel", "bf16-mixed", "ours"),
+    Cell("graphs", "accel_ddp", "32-true", "calibrated"),
     Cell("language_model", "accel_ddp", "fp16", "ours"),
     Cell("sequence", "accel_pipeline", "32-true", "Lightning's"),
     Cell("sequence", "single device", "32-true", "ours"),
     Cell("belief_network", "accel_ddp", "32-true", "Lightning's"),
     Cell("graphs", "accel_dp", "32-true", "Lightning's"),
 ]
-CHANGING = "compression", "distillation"  # what is trained
+CHANGING = "compression", "calibrated", "distillation"  # what is trained
 REFUSED = {  # patterns of messages, by module, strategy and precision
     ("plain", "accel_expert_parallel", "any"): "Plain has no layer that holds experts.*'accel_fsdp2'",
     ("plain", "tensor parallel", "any"): r"required to override the `configure_model\(\)` hook",
@@ -132,6 +134,7 @@ REFUSED = {  # patterns of messages, by module, strategy and precision
 REFUSED |= {  # by module, strategy and callbacks
     ("belief_network", "any", "distillation"): "training_step of DeepBeliefNetwork does not call",
     ("any", "accel_pipeline", "distillation"): "Distillation does not work under accel_pipeline.*'accel_fsdp2'",
+    ("any", "tensor parallel", "calibrated"): "OneShotPruning prunes a whole copy.*'accel_fsdp2'",
     ("any", "tensor parallel", "distillation"): "teacher='initial' needs a whole copy.*'accel_fsdp2'",
 }
 

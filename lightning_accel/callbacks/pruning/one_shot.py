@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -26,6 +27,8 @@ from lightning_accel.callbacks.deployment.copies import (
 )
 from lightning_accel.callbacks.pruning.callback import Pruning
 from lightning_accel.callbacks.pruning.masks import MaskStructure
+from lightning_accel.callbacks.trainer_callbacks import averaged_weights
+from lightning_accel.compress.calls import first_line
 from lightning_accel.compress.pruning.one_shot import Method, calibrate_and_prune_
 from lightning_accel.compress.pruning.prunable import find_prunable
 from lightning_accel.ops.names import Exclusion, require_one_of
@@ -35,14 +38,14 @@ class OneShotPruning(Pruning):
     """Prune a trained network in one step, by calibration data, and keep the zeros while it trains on.
 
     Weights are chosen by Wanda or SparseGPT (see :func:`~lightning_accel.compress.prune_on_data_`), which need no
-    gradients: a language model loses half of its weights at little cost, and what it loses, some steps of training
-    give back. All layers get the same sparsity. By default it happens before the first step, for a network that comes
-    trained; with ``begin=1.0`` it happens after the last one.
+    gradients. All layers get the same sparsity. By default it happens before the first step, for a network that comes
+    trained; with ``begin=1.0`` it happens after the last one. Averages of weights, as EMA keeps them, start anew there.
 
-    The first process prunes a whole copy of the module in its CPU's memory, on training samples, while the others
-    wait; under any strategy all get the same weights. Masks are then kept, and resumed, as by
-    :class:`~lightning_accel.callbacks.Pruning`, whose methods and log this callback has. It prunes what
-    ``validation_step`` calls, and leaves the rest in ``left_out``.
+    The first process prunes a whole copy of the module in its CPU's memory while the others wait; under any strategy
+    that has whole copies all get the same weights. To see what it calls, ``validation_step`` of the copy gets training
+    batches, read in that process; a stream is read once more. Masks are then kept, and resumed, as by
+    :class:`~lightning_accel.callbacks.Pruning`, whose methods and log this callback has. What ``validation_step`` does
+    not call is in ``left_out``.
 
     Args:
         sparsity: share of zeros in each layer; by default 0.5.
@@ -54,9 +57,10 @@ class OneShotPruning(Pruning):
         module: name of the pruned submodule; by default the one that ``validation_step`` calls.
 
     Raises:
-        ValueError: if an option is out of range; before training, if nothing can be pruned or ``module`` names nothing.
+        ValueError: if an option is out of range; before training, if nothing can be pruned, ``module`` names nothing,
+            or ``validation_step`` fails on training batches.
         TypeError: before training, if the module has no ``validation_step``, and under strategies that flatten
-            parameters (FSDP1, DeepSpeed).
+            parameters (FSDP1, DeepSpeed) or split them within layers (ModelParallelStrategy).
     """
 
     def __init__(
@@ -88,6 +92,11 @@ class OneShotPruning(Pruning):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
+            if isinstance(trainer.strategy, ModelParallelStrategy):
+                raise TypeError(
+                    "OneShotPruning prunes a whole copy of the module, which ModelParallelStrategy does not give; take "
+                    "'accel_fsdp2', or prune with compress.prune_on_data_ before the fit"
+                )
             require_deployable(pl_module, "OneShotPruning", self.deployed)
             self._copy = WholeCopy(pl_module)
 
@@ -155,7 +164,13 @@ class _CalibratedMasks(MaskStructure):
             datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
             loaders = in_random_order(undistributed(data_source_of(trainer.fit_loop).dataloader()))
             independent = tree_map_only(DataLoader, partial(_independent, self.calibrate), loaders)
-            found = calibration_calls(copied, independent, self.calibrate, self.deployed, datamodule)
+            try:
+                found = calibration_calls(copied, independent, self.calibrate, self.deployed, datamodule)
+            except Exception as error:
+                raise ValueError(
+                    f"OneShotPruning calls validation_step of {type(copied).__name__} with training batches, and that "
+                    f"fails with {first_line(error)}"
+                ) from error
             own, left = self.prune(found, sparsity)
             pruned.update(own)
             missed.update(left)
@@ -173,6 +188,9 @@ class _CalibratedMasks(MaskStructure):
                 if part.is_held:
                     part.value.copy_(part.shard(weight))
                     self.pruned[part.name] = part.shard(~kept)
+                    for average in averaged_weights(trainer):
+                        if part.name in average and average[part.name].shape == part.value.shape:
+                            average[part.name].copy_(part.value)
         self._masks_changed(trainer)
         rank_zero_info(f"{self.method} has pruned {len(names)} weights to a sparsity of {self.sparsity():.3f}")
 

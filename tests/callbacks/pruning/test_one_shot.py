@@ -7,6 +7,8 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -90,6 +92,24 @@ def test_pruned_at_its_step_from_what_the_module_is_then(begin, method, monkeypa
             assert not any(one[zeros[name]].any() for one in [value, *moments])
 
 
+@pytest.mark.parametrize("begin", [0.5, 1.0])
+def test_averages_start_anew_from_the_pruned_weights(begin, monkeypatch):
+    seen = []
+    own = OneShotPruning._update
+
+    def update(self, trainer, module):
+        own(self, trainer, module)
+        if self.is_final_phase and not seen:
+            seen.append([one.detach().clone() for one in module.net.parameters()])
+
+    monkeypatch.setattr(OneShotPruning, "_update", update)
+    average = EMAWeightAveraging(decay=1.0 - 1e-9)  # which stays where it is
+    trainer = fit(Net(), [average, OneShotPruning(begin=begin)])
+    matrices = [one for one in trainer.lightning_module.net.parameters() if one.dim() > 1]
+    for value, pruned in zip(matrices, (one for one in seen[0] if one.dim() > 1), strict=True):
+        torch.testing.assert_close(value, pruned, rtol=1e-4, atol=1e-5)
+
+
 def test_resumed_with_equal_bits(tmp_path):
     def run(steps=(), resume=None):
         torch.manual_seed(1 if resume is None else 2)
@@ -154,7 +174,7 @@ def check_pruned_weights(rank, name, strategy):
 def test_all_processes_have_the_weights_of_one(name, strategy):
     expected, masks, sparsity = pruned_weights(name, 1, "auto")
     for state, theirs, their_sparsity in run_ranks(check_pruned_weights, name, strategy):
-        assert their_sparsity == sparsity == pytest.approx(0.5, abs=0.02)
+        assert their_sparsity == sparsity == pytest.approx(0.5, abs=0.03)
         assert all(theirs[weight].equal(mask) for weight, mask in masks.items())
         for weight, value in state.items():
             torch.testing.assert_close(value.cpu(), expected[weight], rtol=1e-5, atol=1e-6)
@@ -177,6 +197,12 @@ def test_wrong_options_are_found_before_training():
         fit(Net(), OneShotPruning(module="head"))
     with pytest.raises(ValueError, match="several Pruning callbacks"):
         fit(Net(), [OneShotPruning(), Pruning(0.5)])
+    with pytest.raises(TypeError, match="prunes a whole copy of the module, which ModelParallelStrategy"):
+        OneShotPruning().setup(L.Trainer(strategy=ModelParallelStrategy(), accelerator="cpu"), Net(), "fit")
+    picky = Net()
+    picky.validation_step = lambda batch, batch_idx: batch["x"]
+    with pytest.raises(ValueError, match="calls validation_step of Net with training batches, and that fails"):
+        fit(picky, OneShotPruning(), limit_val_batches=0)
     started = []
     module = Net()
     module.on_train_start = lambda: started.append(1)

@@ -45,13 +45,14 @@ def sparsegpt_by_inverses(weight, x, sparsity, pattern):
     inverses = [torch.linalg.inv(products[column:, column:]) for column in range(len(products))]
     spread = torch.stack([inverse[0, 0] for inverse in inverses])
     weight, kept = weight.clone(), torch.ones(weight.shape, dtype=torch.bool)
-    limit = (weight**2 / spread).flatten().sort().values[round(sparsity * weight.numel())]
-    counts = (weight**2 / spread < limit).sum(0)
+    limits = (weight**2 / spread).sort(1).values[:, round(sparsity * weight.shape[1]), None]
+    first_choice = weight**2 / spread < limits
     for column in range(len(products)):
         if pattern is None and column % 128 == 0:
             block = slice(column, column + 128)
-            scores = (weight[:, block] ** 2 / spread[block]).flatten()
-            kept[:, block] = (scores >= scores.sort().values[int(counts[block].sum())]).view_as(kept[:, block])
+            for row, scores in enumerate(weight[:, block] ** 2 / spread[block]):
+                gone = scores.sort().indices[: int(first_choice[row, block].sum())]
+                kept[row, column + gone] = False
         elif pattern is not None and column % pattern[1] == 0:
             block = slice(column, column + pattern[1])
             scores = weight[:, block] ** 2 / spread[block]
@@ -199,7 +200,7 @@ def test_experts_are_pruned_by_their_own_tokens_and_those_without_by_magnitude()
     for expert, tokens in enumerate((x[x[:, 0] > 0], x[x[:, 0] < 0])):
         expected = reconstruct(before[expert], tokens, 0.5)
         torch.testing.assert_close(layer.experts.up_weight[expert], expected, rtol=1e-4, atol=1e-5)
-    small = before[2].abs() < before[2].abs().flatten().sort().values[24]
+    small = before[2].abs() < before[2].abs().sort(1).values[:, 3, None]
     assert layer.experts.up_weight[2].equal(before[2].masked_fill(small, 0))
 
 
@@ -242,6 +243,112 @@ def test_each_layer_is_pruned_on_what_the_pruned_ones_before_it_give(again, monk
     assert chains == [True, True, True, not again]
     for one, other in zip(module.blocks, expected.blocks, strict=True):
         torch.testing.assert_close(one[0].weight, other[0].weight, rtol=1e-4, atol=1e-5)
+
+
+class Varies(nn.Module):
+    """Go another way in some calls."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.way = way
+
+    def forward(self, x, varies=False):
+        first = self.layers[0](x)
+        second = self.layers[1](first if self.way != "twice" or not varies else torch.tanh(self.layers[0](first)))
+        if self.way == "skip" and varies:
+            second = second + first
+        if self.way == "host" and bool((first.abs().sum() > 1e9) == varies):
+            second = -second
+        if self.way == "mask":
+            second = second.masked_fill(first.abs().sum(-1, keepdim=True) == 0, 0)
+        if self.way == "unused" and varies:
+            return second
+        return self.layers[2](second)
+
+
+@pytest.mark.parametrize("way", ["skip", "twice", "host", "mask", "unused"])
+def test_calls_that_differ_from_the_first_count_as_they_are(way):
+    """The last layer is pruned on what a run of the whole gives, whichever call comes first."""
+    torch.manual_seed(0)
+    module = Varies(way)
+    module.layers[0].bias.data.zero_()
+    inputs = [
+        ((torch.randn(30, 6) * (torch.arange(30)[:, None] % 2), way_of_call), {}) for way_of_call in (False, True)
+    ]
+    if way == "mask":
+        inputs[0] = ((torch.randn(30, 6), False), {})
+    results = []
+    for order in (inputs, inputs[::-1]):
+        pruned = copy.deepcopy(module)
+        prune_on_data_(pruned, order, 0.5)
+        results.append(pruned)
+        assert not any(one._forward_pre_hooks for one in pruned.modules())
+    for one, other in zip(*(result.parameters() for result in results), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    expected, seen = copy.deepcopy(results[0]), []
+    expected.layers[2].weight.data.copy_(module.layers[2].weight)
+    expected.layers[2].register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
+    for args, _ in inputs:
+        expected(*args)
+    wanted = reconstruct(module.layers[2].weight.detach(), torch.cat(seen), 0.5)
+    torch.testing.assert_close(results[0].layers[2].weight, wanted, rtol=1e-4, atol=1e-5)
+
+
+class Draws(nn.Module):
+    """Draw noise, and change the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+
+    def forward(self, x):
+        x.sub_(1)
+        return self.layers[1](F.dropout(self.layers[0](x), 0.5))
+
+
+def test_inputs_random_numbers_and_settings_stay():
+    module, x = Draws(), torch.randn(20, 6)
+    before, state = x.clone(), torch.get_rng_state()
+    prune_on_data_(module, [((x,), {})], 0.5)
+    assert x.equal(before)
+    assert torch.get_rng_state().equal(state)
+    layer, convolution = nn.Linear(6, 6), nn.Conv1d(2, 4, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert prune_on_data_(layer, [((x,), {})], 0.5)
+    with torch.inference_mode():
+        assert prune_on_data_(convolution, [((torch.randn(3, 2, 9),), {})], 0.5)
+    assert torch.backends.mkldnn.enabled
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+class Shared(nn.Module):
+    """Hold a parameter twice, and a view of another."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.layers[1].weight = self.layers[0].weight
+        self.up = nn.ConvTranspose1d(1, 1, 3)
+        self.back = nn.Linear(6, 6)
+        self.back.weight.data = self.layers[2].weight.data.t()
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.back(self.up(x.unsqueeze(1)).squeeze(1)[:, 1:7])
+
+
+def test_shared_weights_and_transposed_convolutions_are_named():
+    module, x = Shared(), torch.randn(20, 6)
+    with pytest.warns(UserWarning, match="several layers share its memory") as caught:
+        kept = prune_on_data_(module, [((x,), {})], 0.5)
+    message = str(caught[-1].message)
+    assert [*kept] == ["layers.3.weight"]
+    for name in ("layers.0.weight", "layers.2.weight", "back.weight"):
+        assert f"{name}: several layers share its memory" in message
+    assert "up.weight: the inputs of a transposed convolution are not looked at" in message
+    assert module.back.weight.data_ptr() == module.layers[2].weight.data_ptr()
 
 
 def test_a_layer_that_is_called_twice_counts_all_its_inputs():
@@ -312,6 +419,14 @@ def test_wrong_calls_say_what_is_needed():
         prune_on_data_(layer, call)
     with pytest.raises(ValueError, match="method must be one of"):
         prune_on_data_(layer, call, 0.5, method="obs")
+    for wrong, found in (
+        (x, "Tensor"),
+        ([x], "Tensor in it"),
+        ([{"input": x}], "dict in it"),
+        (iter(call), "list_iter"),
+    ):
+        with pytest.raises(TypeError, match=rf"list of pairs of positional and keyword .*; got {found}"):
+            prune_on_data_(layer, wrong, 0.5)
     with pytest.raises(ValueError, match="needs calibration data"):
         prune_on_data_(layer, [], 0.5)
     with pytest.raises(ValueError, match="has no weight to prune"):
@@ -319,7 +434,7 @@ def test_wrong_calls_say_what_is_needed():
     with pytest.raises(ValueError, match=r"no weight of Linear was pruned: weight: its inputs are no multiple of 4"):
         prune_on_data_(layer, call, structure="2:4")
     before = layer.weight.detach().clone()
-    with pytest.raises(ValueError, match="weight is multiplied with NaN or infinity on the calibration data"):
+    with pytest.raises(ValueError, match="weight is multiplied with NaN, infinity or what is too large to be squared"):
         prune_on_data_(layer, [((x / 0,), {})], 0.5)
     assert layer.weight.equal(before)
 
