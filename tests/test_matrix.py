@@ -87,7 +87,7 @@ CALLBACKS = {
         Pruning(0.5, schedule="one_shot", begin=1),
         RestoringEarlyStopping("val/loss", patience=9, check_on_train_epoch_end=False, restore_best=False),
     ],
-    "calibrated": lambda module, folder: [ExactResume(), OneShotPruning(0.5, begin=1)],
+    "calibrated": lambda module, folder: [ExactResume(), OneShotPruning(0.5, method="wanda", begin=1)],
     "distillation": lambda module, folder: [ExactResume(), Distillation("initial", weight=0.5)],
 }
 
