@@ -258,8 +258,8 @@ class Varies(nn.Module):
         second = self.layers[1](first if self.way != "twice" or not varies else torch.tanh(self.layers[0](first)))
         if self.way == "skip" and varies:
             second = second + first
-        if self.way == "host" and bool((first.abs().sum() < 1) == varies):
-            second = -second
+        if self.way == "host" and varies and bool(first.abs().sum() < 1):
+            second = second + 1
         if self.way == "mask":
             second = second.masked_fill(first.abs().sum(-1, keepdim=True) == 0, 0)
         if self.way == "unused" and varies:
