@@ -44,10 +44,20 @@ class WholeCopy:
     """Copy a module that may be sharded or compiled to the CPU, eager and detached from its Trainer.
 
     Create it in ``setup``, before a strategy shards the parameters; it holds no second set of weights.
+
+    Raises:
+        TypeError: if ``configure_model`` of the module splits its weights, so that a copy would need all processes.
     """
 
     def __init__(self, pl_module: L.LightningModule) -> None:
         pl_module.configure_model()  # it may build submodules, and does so only once
+        if any(isinstance(value, DTensor) for value in _tensors(pl_module)):
+            raise TypeError(
+                f"configure_model of {type(pl_module).__name__} splits its weights over processes, as for "
+                "ModelParallelStrategy, and what is measured, pruned, quantized and exported is a whole copy. Train "
+                "with 'accel_fsdp2', which shards modules that are written for one device, or use "
+                "lightning_accel.compress on the module after training"
+            )
         self._skeleton = _copy(pl_module, {id(value): _empty(value, "meta") for value in _tensors(pl_module)})
 
     def with_original_shapes(self) -> L.LightningModule:

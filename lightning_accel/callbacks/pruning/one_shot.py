@@ -8,7 +8,6 @@ from typing import Any, get_args
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -60,7 +59,7 @@ class OneShotPruning(Pruning):
         ValueError: if an option is out of range; before training, if nothing can be pruned, ``module`` names nothing,
             or ``validation_step`` fails on training batches.
         TypeError: before training, if the module has no ``validation_step``, and under strategies that flatten
-            parameters (FSDP1, DeepSpeed) or split them within layers (ModelParallelStrategy).
+            parameters (FSDP1, DeepSpeed), or where ``configure_model`` splits them (ModelParallelStrategy).
     """
 
     def __init__(
@@ -92,11 +91,6 @@ class OneShotPruning(Pruning):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
-            if isinstance(trainer.strategy, ModelParallelStrategy):
-                raise TypeError(
-                    "OneShotPruning prunes a whole copy of the module, which ModelParallelStrategy does not give; take "
-                    "'accel_fsdp2', or prune with compress.prune_on_data_ before the fit"
-                )
             require_deployable(pl_module, "OneShotPruning", self.deployed)
             self._copy = WholeCopy(pl_module)
 

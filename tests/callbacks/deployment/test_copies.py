@@ -5,11 +5,13 @@ import threading
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_accel import Classifier, DigitsDataModule, MoEClassifier
+from lightning_accel.callbacks import CompressionReport, Export, OneShotPruning, Quantization
 from lightning_accel.callbacks.deployment.copies import (
     WholeCopy,
     evaluate,
@@ -20,7 +22,7 @@ from lightning_accel.callbacks.deployment.copies import (
 )
 from lightning_accel.data import LengthBatchSampler, length_batch_loader
 from tests.ranks import run_ranks
-from tests.strategies.trained import Plain
+from tests.strategies.trained import Plain, make
 
 ROWS = TensorDataset(torch.randn(20, 6), torch.arange(20) % 3)
 
@@ -196,6 +198,25 @@ def test_copy_of_the_start_has_as_many_weights():
     assert {name: one.shape for name, one in start.named_parameters()} == {
         name: one.shape for name, one in module.named_parameters()
     }
+
+
+def check_split_modules_are_refused(rank):
+    messages = []
+    for callback in (Export(), Quantization("dynamic"), CompressionReport(), OneShotPruning()):
+        module, data = make("language_model")
+        trainer = L.Trainer(accelerator="cpu", devices=2, max_steps=1, logger=False, enable_checkpointing=False,
+                            strategy=ModelParallelStrategy(tensor_parallel_size=2), callbacks=[callback])  # fmt: skip
+        with pytest.raises(TypeError) as caught:
+            trainer.fit(module, DataLoader(data, 4))
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_split_modules_are_refused_before_training():
+    """A copy in one process would wait for the others for ever."""
+    for messages in run_ranks(check_split_modules_are_refused):
+        assert len(messages) == 4
+        assert all("configure_model of MoELanguageModel splits its weights over processes" in one for one in messages)
 
 
 def check_copy_of_layers_that_the_datamodule_sizes(rank):

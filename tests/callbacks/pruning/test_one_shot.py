@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import EMAWeightAveraging
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -197,8 +196,6 @@ def test_wrong_options_are_found_before_training():
         fit(Net(), OneShotPruning(module="head"))
     with pytest.raises(ValueError, match="several Pruning callbacks"):
         fit(Net(), [OneShotPruning(), Pruning(0.5)])
-    with pytest.raises(TypeError, match="prunes a whole copy of the module, which ModelParallelStrategy"):
-        OneShotPruning().setup(L.Trainer(strategy=ModelParallelStrategy(), accelerator="cpu"), Net(), "fit")
     picky = Net()
     picky.validation_step = lambda batch, batch_idx: batch["x"]
     with pytest.raises(ValueError, match="calls validation_step of Net with training batches, and that fails"):
