@@ -134,7 +134,11 @@ REFUSED = {  # patterns of messages, by module, strategy and precision
 REFUSED |= {  # by module, strategy and callbacks
     ("belief_network", "any", "distillation"): "training_step of DeepBeliefNetwork does not call",
     ("any", "accel_pipeline", "distillation"): "Distillation does not work under accel_pipeline.*'accel_fsdp2'",
-    ("any", "tensor parallel", "calibrated"): "configure_model of MoELanguageModel splits its weights.*'accel_fsdp2'",
+    (
+        "language_model",
+        "tensor parallel",
+        "calibrated",
+    ): "configure_model of MoELanguageModel splits its weights.*'accel_fsdp2'",
     ("any", "tensor parallel", "distillation"): "teacher='initial' needs a whole copy.*'accel_fsdp2'",
 }
 
@@ -142,7 +146,7 @@ REFUSED |= {  # by module, strategy and callbacks
 def refusal(module: str, way: str, precision: str, callbacks: str = "ours") -> str | None:
     """The pattern of the first refusal that comes."""
     strategy = ((module, way, precision), (module, way, "any"), ("any", way, precision))
-    for key in (("any", way, callbacks), *strategy, (module, "any", callbacks)):
+    for key in (("any", way, callbacks), (module, way, callbacks), *strategy, (module, "any", callbacks)):
         if pattern := REFUSED.get(key):
             return pattern
     return None
