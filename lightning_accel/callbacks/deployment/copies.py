@@ -3,29 +3,29 @@
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
 from lightning.pytorch.utilities.compile import to_uncompiled
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lightning_accel._private.lightning import data_source_of, forget_metric_names, is_compiled
 from lightning_accel._private.torch import tree_leaves, tree_map_only
+from lightning_accel.callbacks.deployment.loaders import first_batch_of, has_plain_order, undistributed
 from lightning_accel.callbacks.recorded_calls import callable_parts, outermost
 from lightning_accel.callbacks.resume.random_state import restored_random_state
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of
 from lightning_accel.compress.calls import Inputs, replaced_forward
 from lightning_accel.compress.calls import num_samples as samples_of
 from lightning_accel.compress.uncompiled import uncompile_
-from lightning_accel.data.planned_sampler import PlannedSampler
 from lightning_accel.ops.names import clean_name
 
 _HALF = {torch.bfloat16, torch.float16}
@@ -208,30 +208,7 @@ def _first_batches(trainer: L.Trainer, of_training: bool) -> Any:
     leaves = tree_leaves(loaders)
     if not all(map(has_plain_order, leaves)):
         return None
-    return tree_map_only(DataLoader, _first_batch_of, loaders)
-
-
-def has_plain_order(loader: object) -> bool:
-    """Return whether ``loader`` is a DataLoader of single indices, in order or shuffled, which can be read twice."""
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return False
-    return type(loader.sampler) in (SequentialSampler, RandomSampler) and loader.batch_size is not None
-
-
-def with_order(loader: DataLoader[Any], order: Sequence[int]) -> DataLoader[Any]:
-    """Return a loader of the same batch size over the samples ``order``."""
-    return DataLoader(loader.dataset, loader.batch_size, sampler=order, collate_fn=loader.collate_fn)
-
-
-def in_random_order(loader: Any) -> Any:
-    """Return a loader in a fixed random order, for representative samples; loaders of other kinds unchanged."""
-    if not has_plain_order(loader):
-        return loader  # a custom sampler may use other keys and omit samples
-    return with_order(loader, torch.randperm(len(loader.dataset), generator=torch.Generator().manual_seed(0)).tolist())
-
-
-def _first_batch_of(loader: DataLoader[Any]) -> DataLoader[Any]:
-    return with_order(loader, range(min(cast(int, loader.batch_size), len(cast(Sized, loader.dataset)))))
+    return tree_map_only(DataLoader, first_batch_of, loaders)
 
 
 def run_folder(trainer: L.Trainer) -> Path:
@@ -408,23 +385,6 @@ def evaluate(
     module.trainer = None
     module.to(device)  # the Trainer moves it to the CPU
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
-
-
-def undistributed(loader: Any) -> Any:
-    """Return the loader, or loaders, over all samples, without a DistributedSampler."""
-    return tree_map_only(DataLoader, _undistributed_loader, loader)
-
-
-def _undistributed_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
-    if not isinstance(loader.sampler, DistributedSampler):
-        return loader
-    return DataLoader(
-        loader.dataset,
-        batch_size=loader.batch_size,
-        sampler=loader.sampler.for_one_process() if isinstance(loader.sampler, PlannedSampler) else None,
-        collate_fn=loader.collate_fn,
-        num_workers=loader.num_workers,
-    )
 
 
 def _detach_from_run(module: L.LightningModule) -> L.LightningModule:

@@ -23,8 +23,8 @@ from lightning_accel.callbacks.deployment.copies import (
     require_validation,
     run_folder,
     run_in_first_process,
-    undistributed,
 )
+from lightning_accel.callbacks.deployment.loaders import undistributed
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of, move_last
 from lightning_accel.compress.calls import Inputs, Run, smallest_call

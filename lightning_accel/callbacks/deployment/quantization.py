@@ -20,13 +20,12 @@ from lightning_accel.callbacks.deployment.copies import (
     calibration_calls,
     dry_run,
     evaluate,
-    in_random_order,
     require_deployable,
     run_folder,
     run_in_first_process,
-    undistributed,
 )
 from lightning_accel.callbacks.deployment.export import file_format_for_quantized
+from lightning_accel.callbacks.deployment.loaders import in_random_order, undistributed
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.resume.random_state import restored_random_state
 from lightning_accel.callbacks.trainer_callbacks import not_logged

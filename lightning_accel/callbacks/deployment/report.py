@@ -20,8 +20,8 @@ from lightning_accel.callbacks.deployment.copies import (
     require_validation,
     run_folder,
     run_in_first_process,
-    undistributed,
 )
+from lightning_accel.callbacks.deployment.loaders import undistributed
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.compress.calls import Run, num_samples, smallest_call
 from lightning_accel.compress.report.forms import measure_forms, plain_forms

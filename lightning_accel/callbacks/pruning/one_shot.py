@@ -1,16 +1,14 @@
 """Pruning at one step, by what the weights are multiplied with."""
 
-import copy
 from collections.abc import Sequence
 from functools import partial
-from itertools import islice
 from typing import Any, get_args
 
 import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_accel._private.lightning import data_source_of
 from lightning_accel._private.torch import tree_map_only
@@ -19,11 +17,10 @@ from lightning_accel.callbacks.deployment.copies import (
     WholeCopy,
     calibration_calls,
     dry_run,
-    in_random_order,
     require_deployable,
     run_in_first_process,
-    undistributed,
 )
+from lightning_accel.callbacks.deployment.loaders import in_random_order, independent, undistributed
 from lightning_accel.callbacks.pruning.callback import Pruning
 from lightning_accel.callbacks.pruning.masks import MaskStructure
 from lightning_accel.callbacks.trainer_callbacks import averaged_weights
@@ -157,9 +154,9 @@ class _CalibratedMasks(MaskStructure):
         def prune_copy(copied: L.LightningModule) -> None:
             datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
             loaders = in_random_order(undistributed(data_source_of(trainer.fit_loop).dataloader()))
-            independent = tree_map_only(DataLoader, partial(_independent, self.calibrate), loaders)
+            loaders = tree_map_only(DataLoader, partial(independent, self.calibrate), loaders)
             try:
-                found = calibration_calls(copied, independent, self.calibrate, self.deployed, datamodule)
+                found = calibration_calls(copied, loaders, self.calibrate, self.deployed, datamodule)
             except Exception as error:
                 raise ValueError(
                     f"OneShotPruning calls validation_step of {type(copied).__name__} with training batches, and that "
@@ -193,17 +190,3 @@ class _CalibratedMasks(MaskStructure):
             unused = [part.name for part in self.parts if part.name not in self._loaded["shapes"]]
             self._leave_out(dict.fromkeys(unused, "not pruned in the run that is resumed"))
         super()._apply_state()
-
-
-def _independent(count: int, loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a loader of the first samples or batches, or of a stream, that leaves the samplers of ``loader`` alone."""
-    dataset, size, collate = loader.dataset, loader.batch_size, loader.collate_fn
-    if isinstance(dataset, IterableDataset):
-        return DataLoader(copy.copy(dataset), size, collate_fn=collate)
-    gives_batches = size is None and loader.batch_sampler is not None
-    order: Any = loader.batch_sampler if gives_batches else loader.sampler
-    order = getattr(order, "index_sampler", order)  # of ExactResume, which is in its place
-    taken = [*islice(copy.deepcopy(order, {id(dataset): dataset}), count)]
-    if gives_batches:
-        return DataLoader(dataset, batch_sampler=taken, collate_fn=collate)
-    return DataLoader(dataset, size, sampler=taken, collate_fn=collate)

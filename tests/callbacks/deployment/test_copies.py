@@ -18,8 +18,8 @@ from lightning_accel.callbacks.deployment.copies import (
     find_deployed,
     in_float32,
     run_in_first_process,
-    undistributed,
 )
+from lightning_accel.callbacks.deployment.loaders import undistributed
 from lightning_accel.data import LengthBatchSampler, length_batch_loader
 from tests.ranks import run_ranks
 from tests.strategies.trained import Plain, make
