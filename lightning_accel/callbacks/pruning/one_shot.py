@@ -35,7 +35,7 @@ class OneShotPruning(Pruning):
 
     Weights are chosen by Wanda or SparseGPT (see :func:`~lightning_accel.compress.prune_on_data_`), which need no
     gradients. All layers get the same sparsity. By default it happens before the first step, for a network that comes
-    trained; with ``begin=1.0`` it happens after the last one. Averages of weights, as EMA keeps them, start anew there.
+    trained; with ``begin=1.0`` it happens after the last one. Averages of pruned weights, as of EMA, start anew there.
 
     The first process prunes a whole copy of the module in its CPU's memory while the others wait; under any strategy
     that has whole copies all get the same weights. To see what it calls, ``validation_step`` of the copy gets training

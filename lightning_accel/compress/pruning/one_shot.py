@@ -1,6 +1,6 @@
 """Weights set to zero once, by what they are multiplied with, layer by layer.
 
-Shapes: M outputs, K inputs of a weight as a matrix, S inputs that calibration data has.
+Shapes: M outputs, K inputs of a weight as a matrix.
 """
 
 import warnings
@@ -266,8 +266,9 @@ def prune_by_wanda(
     Returns:
         The pruned matrix, and where it is kept, bool, both (M, K).
     """
-    is_known = squares is not None and bool(squares.any())
-    scores = weight.abs() * squares.sqrt() if squares is not None and is_known else weight.abs()
+    scores = weight.abs()
+    if squares is not None and squares.any():
+        scores = scores * squares.sqrt()
     kept = ~_lowest(scores, sparsity, pattern)
     return weight * kept, kept
 
