@@ -184,7 +184,8 @@ def peak_bytes(layer: nn.Module, x: Tensor, grad: Tensor) -> int:
 
 def measure(num_experts: int, dtype: torch.dtype, device: torch.device, rounds: int) -> list[dict[str, object]]:
     sizes = (4096, 256, 512) if device.type == "cpu" else (16384, 4096, 14336 * 8 // num_experts)
-    layers = subjects(num_experts, dtype, device, sizes)
+    with device:  # a CPU would take a minute to draw the weights
+        layers = subjects(num_experts, dtype, device, sizes)
     ours = layers["ours"]
     batches = [tokens(sizes[:2], dtype, device, seed) for seed in range(4)]
     skewed = skewed_tokens(ours, batches[0])

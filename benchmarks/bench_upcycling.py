@@ -1,11 +1,12 @@
 """Is a trained GPT-2 whose perceptrons become mixtures better than one that trains on, at equal cost?
 
-python benchmarks/bench_upcycling.py [--quick] [--width 768 --layers 12] [--seeds 0 1 2] [--steps 3000] [--json FILE]
+python benchmarks/bench_upcycling.py [--quick] [--device cpu|cuda] [--width 768 --layers 12] [--seeds 0 1 2]
+    [--steps 3000] [--batch 16] [--k 2] [--json FILE]
 
 A GPT-2 of transformers learns the bytes of Python's library. From its weights, one copy trains on; in the other, every
-second perceptron becomes a mixture of 8 experts, 2 a token (``replace_mlps_``, ``ExpertLosses``), and it trains until
+second perceptron becomes a mixture of 8 experts, k a token (``replace_mlps_``, ``ExpertLosses``), and it trains until
 the floating-point operations are as many. Learning rates of both are chosen by the validation loss of the first seed,
-and the figures are those of the test files.
+and the figures are those of the test files. On a GPU, blocks are compiled, and batches come from its memory.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from lightning_accel.callbacks import ExpertLosses, Speedups
 from lightning_accel.nn import MixtureOfExperts, replace_mlps_
 from lightning_accel.ops.matmul import why_no_onednn_matmul
 
-LENGTH, BATCH, EXPERTS, K = 128, 16, 8, 2
+LENGTH, EXPERTS = 128, 8
 RATES = (5e-4, 1e-3, 2e-3)
 SUBJECTS = ("dense", "upcycled")
 
@@ -39,8 +40,8 @@ SUBJECTS = ("dense", "upcycled")
 class Windows(Dataset[Tensor]):
     """Give windows of a text that start anywhere, as many as asked for."""
 
-    def __init__(self, text: bytes, count: int, seed: int) -> None:
-        self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    def __init__(self, text: bytes, count: int, seed: int, device: str) -> None:
+        self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
         generator = torch.Generator().manual_seed(seed)
         self.starts = torch.randint(0, len(self.text) - LENGTH, (count,), generator=generator)
 
@@ -48,8 +49,16 @@ class Windows(Dataset[Tensor]):
         return len(self.starts)
 
     def __getitem__(self, index: int) -> Tensor:
-        start = int(self.starts[index])
-        return self.text[start : start + LENGTH + 1].long()
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> Tensor:
+        places = self.starts[indices, None] + torch.arange(LENGTH + 1)
+        return self.text[places.to(self.text.device)].long()
+
+
+def as_batch(windows: Tensor) -> Tensor:
+    """Return what a DataLoader got for all indices of a batch at once."""
+    return windows
 
 
 class Bytes(L.LightningModule):
@@ -70,6 +79,10 @@ class Bytes(L.LightningModule):
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("loss", self.loss(batch), batch_size=len(batch))
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        # Lightning's mixed precision refuses to clip for fused optimizers, which only loss scaling cannot have
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), self.rate, weight_decay=0.1, betas=(0.9, 0.95), fused=True)
@@ -95,67 +108,75 @@ def library() -> dict[str, bytes]:
     return {name: b"".join(files) for name, files in texts.items()}
 
 
-def flops(model: GPT2LMHeadModel) -> int:
+def flops(model: GPT2LMHeadModel, k: int) -> int:
     """Return the floating-point operations of a token forward: those of layers in use, of attention and of the head."""
     config = model.config
     in_mixtures = {
         id(p) for one in model.modules() if isinstance(one, MixtureOfExperts) for p in one.experts.parameters()
     }
     named = model.transformer.h.named_parameters()
-    weights = sum(p.numel() * (K / EXPERTS if id(p) in in_mixtures else 1) for _, p in named if p.ndim > 1)
+    weights = sum(p.numel() * (k / EXPERTS if id(p) in in_mixtures else 1) for _, p in named if p.ndim > 1)
     return int(2 * (weights + config.vocab_size * config.n_embd) + 4 * LENGTH * config.n_embd * config.n_layer)
 
 
 def train(
-    model: GPT2LMHeadModel, text: bytes, steps: int, rate: float, seed: int, precision: str, keep_rate: bool = False
+    model: GPT2LMHeadModel, windows: Windows, steps: int, rate: float, options: Any, keep_rate: bool = False
 ) -> float:
     """Train ``model`` in place, and return the seconds that it took."""
     is_mixture = any(isinstance(one, MixtureOfExperts) for one in model.modules())
+    if options.device == "cuda":
+        speedups = Speedups(compile="blocks")
+    else:
+        speedups = Speedups(onednn_matmul=not why_no_onednn_matmul())
     trainer = L.Trainer(
-        accelerator="cpu", devices=1, max_steps=steps, gradient_clip_val=1.0, precision=precision, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[Speedups(onednn_matmul=not why_no_onednn_matmul()), *[ExpertLosses()] * is_mixture],
+        accelerator=options.device, devices=1, max_steps=steps, precision=options.precision,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[speedups, *[ExpertLosses()] * is_mixture],
     )  # fmt: skip
     start = time.perf_counter()
-    trainer.fit(Bytes(model, rate, keep_rate), DataLoader(Windows(text, steps * BATCH, seed), BATCH))
+    trainer.fit(Bytes(model, rate, keep_rate), DataLoader(windows, options.batch, collate_fn=as_batch))
     return time.perf_counter() - start
 
 
 @torch.no_grad()
-def bits_per_byte(model: GPT2LMHeadModel, text: bytes, windows: int) -> float:
-    module = Bytes(model.eval(), 0.0, keep_rate=True)
-    losses = [module.loss(batch) for batch in DataLoader(Windows(text, windows, seed=0), 64)]
+def bits_per_byte(model: GPT2LMHeadModel, windows: Windows) -> float:
+    module = Bytes(model.eval(), 0.0, keep_rate=True).to(windows.text.device)
+    losses = [module.loss(batch) for batch in DataLoader(windows, 64, collate_fn=as_batch)]
     model.train()
     return float(torch.stack(losses).mean()) / 0.6931471805599453
 
 
-def start_of(subject: str, dense: GPT2LMHeadModel, seed: int) -> GPT2LMHeadModel:
+def start_of(subject: str, dense: GPT2LMHeadModel, seed: int, k: int) -> GPT2LMHeadModel:
     model = deepcopy(dense)
     if subject == "upcycled":
         L.seed_everything(seed, verbose=False)
-        replace_mlps_(model, EXPERTS, K, layers=range(1, model.config.n_layer, 2))
+        replace_mlps_(model, EXPERTS, k, layers=range(1, model.config.n_layer, 2))
     return model
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="20 steps of one seed and rate")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3000, help="of the dense model that trains on")
     parser.add_argument("--start-steps", type=int, help="of the dense model before; as many without it")
+    parser.add_argument("--batch", type=int, default=16, help="windows of 128 bytes of a step")
+    parser.add_argument("--k", type=int, default=2, help="experts of a token")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--rates", type=float, nargs="+", default=[*RATES])
     parser.add_argument("--precision", default="32-true", help="that of the Trainer")
     parser.add_argument("--json", type=Path, help="file for the rows")
     arguments = parser.parse_args()
     steps, seeds, rates, windows = arguments.steps, arguments.seeds, arguments.rates, 1000
-    precision = arguments.precision
+    device, k = arguments.device, arguments.k
     if arguments.quick:
         steps, seeds, rates, windows = 20, [0], rates[:1], 10
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     texts = library()
+    held_out = {name: Windows(texts[name], windows, 0, device) for name in ("val", "test")}
     rows: list[dict[str, Any]] = []
     chosen: dict[str, float] = {}
     for seed in seeds:
@@ -168,20 +189,21 @@ def main() -> None:
             )
         )  # fmt: skip
         start_steps = arguments.start_steps or steps
-        took = train(dense, texts["train"], start_steps, rates[-1], seed, precision, keep_rate=True)
+        seen = Windows(texts["train"], start_steps * arguments.batch, seed, device)
+        took = train(dense, seen, start_steps, rates[-1], arguments, keep_rate=True)
         row = {"seed": seed, "subject": "start", "steps": start_steps, "seconds": took}
-        rows.append(row | {"test": bits_per_byte(dense, texts["test"], windows)})
+        rows.append(row | {"test": bits_per_byte(dense, held_out["test"])})
         print(rows[-1], flush=True)
         for subject in SUBJECTS:
             for rate in [chosen[subject]] if subject in chosen else rates:
-                model = start_of(subject, dense, seed)
-                own_steps = round(steps * flops(dense) / flops(model))
+                model = start_of(subject, dense, seed, k)
+                own_steps = round(steps * flops(dense, k) / flops(model, k))
                 row = {"seed": seed, "subject": subject, "rate": rate, "steps": own_steps}
                 row["parameters"] = sum(p.numel() for p in model.parameters())
-                row["test_before"] = bits_per_byte(model, texts["test"], windows)
-                row["seconds"] = train(model, texts["train"], own_steps, rate, seed + 1000, precision)
-                row["val"] = bits_per_byte(model, texts["val"], windows)
-                row["test"] = bits_per_byte(model, texts["test"], windows)
+                row["test_before"] = bits_per_byte(model, held_out["test"])
+                seen = Windows(texts["train"], own_steps * arguments.batch, seed + 1000, device)
+                row["seconds"] = train(model, seen, own_steps, rate, arguments)
+                row |= {name: bits_per_byte(model, each) for name, each in held_out.items()}
                 rows.append(row)
                 print(row, flush=True)
                 if arguments.json:

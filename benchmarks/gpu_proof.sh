@@ -26,7 +26,8 @@ run() { # NAME SECONDS COMMAND ...
 }
 
 run device 60 python -c 'import torch; print(torch.cuda.get_device_properties(0), torch.__version__, torch.version.cuda)'
-run tests 840 python -m pytest -q -m "gpu and not weekly"
+OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 run tests 900 \
+  python -m pytest -q -n "$(($(nproc) * 2 / 3 + 1))" --dist=worksteal -m "gpu and not weekly"
 for benchmark in moe scan rnn rbm relational precision native; do
   run "$benchmark" 160 python "benchmarks/bench_$benchmark.py" --device cuda --json "$folder/$benchmark.json" "${quick[@]}"
 done

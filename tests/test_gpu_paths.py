@@ -122,6 +122,16 @@ NAMES = list(paths())
 Step = Callable[[], list[Tensor]]
 
 
+@pytest.fixture(autouse=True)
+def whole_float32(monkeypatch):
+    """Have cuDNN compute float32 as such: by default it rounds the products of recurrent networks to TF32."""
+    for operations in (
+        torch.backends.cudnn.rnn,
+        torch.backends.cudnn.conv,
+    ):  # torch refuses to be asked for unequal ones
+        monkeypatch.setattr(operations, "fp32_precision", "ieee")
+
+
 def without_waits(step: Step) -> list[Tensor]:
     torch.cuda.set_sync_debug_mode("error")
     try:

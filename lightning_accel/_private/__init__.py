@@ -12,6 +12,7 @@ OVERRIDDEN = {
     "callbacks.resume.logged_state._AtomicWriter._rewrite_with_new_header": "the only step of a save that loses rows",
     "cli.command.AccelCLI._parse_ckpt_path": "LightningCLI offers no hook between a checkpoint's values and the parser",
     "cli.command.AccelCLI._prepare_subcommand_parser": "the only place that fills the parser of one subcommand alone",
+    "nn.recurrent.layer.RecurrentLayer._apply": "as of torch.nn.RNNBase, whose weights move into one piece of memory",
     "precision.amp.WorldGradScaler._unscale_grads_": "unscale_ passes all gradients to it, of all meshes",
     "strategies.sharding.strategy.FullyShardedStrategy._get_process_group_backend": "the group is made by its answer",
 }

@@ -69,6 +69,11 @@ def replaced_forward(module: nn.Module, run: Run) -> Iterator[None]:
             object.__setattr__(module, "forward", own)
 
 
+def device_of(module: nn.Module) -> torch.device:
+    """Return the device of a module's parameters, the CPU if it has none."""
+    return next((one.device for one in module.parameters()), torch.device("cpu"))
+
+
 def first_line(error: BaseException | None) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]

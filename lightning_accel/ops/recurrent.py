@@ -4,12 +4,16 @@ Weights have the layout of ``torch.nn.RNN`` (tanh, G = 1), ``GRU`` (3) and ``LST
 ``weight_hh`` (G * H, H), ``bias_ih`` and ``bias_hh`` (G * H,).
 """
 
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+
+# Torch lays weights in bfloat16 in no one piece, nor is there one where a padded LSTM gets a column for lengths
+warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk", module=__name__)
 
 KERNELS = {"rnn": torch.rnn_tanh, "gru": torch.gru, "lstm": torch.lstm}
 _SATURATED = 1e4  # its sigmoid is 1, and that of its negative 0, in every dtype; representable in float16
@@ -34,7 +38,8 @@ def run_kernel(
     kernel: Any = KERNELS[cell]
     with _kernel_precision(x):
         out, *new = kernel(x, *layout, batched if cell == "lstm" else batched[0], weights, *once, *first)
-    return out, tuple(state[0] for state in new)
+    # torch 2.11 compiles an LSTM on a GPU to states with one more dimension
+    return out, tuple(state.reshape(state.shape[-2:]) for state in new)
 
 
 def run_padded(

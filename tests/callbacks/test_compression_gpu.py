@@ -85,7 +85,14 @@ def test_forms_of_the_gpu_are_measured_and_exported(mode, tmp_path):
     assert quantization.result.device.startswith("cuda")
     x = ROWS.tensors[0][:7].cuda()
     found = load_compressed(export.exported.path)(x)
-    torch.testing.assert_close(found, quantization.result.run(x), rtol=0.02, atol=0.02)
+    expected = quantization.result.run(x)
+    limit = 0.1 if "float8" in quantization.result.name else 0.02  # float8 has three binary digits
+    assert (found - expected).abs().max() < limit * expected.abs().max()
+    if mode == "dynamic":  # the last layer has three outputs
+        row = rows["int8 torchao dynamic"]
+        assert row.latencies, row.note
+        assert "1 layers in float: net.5" in row.note
+    assert export.report.device.type == "cuda"
 
 
 def test_training_for_int8_on_a_gpu_gives_the_form_of_a_cpu(tmp_path):

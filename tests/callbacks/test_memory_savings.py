@@ -200,7 +200,9 @@ def test_activations_are_on_the_host_between_the_passes():
         module = Wide()
         trainer = L.Trainer(max_steps=3, accelerator="gpu", devices=1, callbacks=[MemorySavings(**options)], **QUIET)
         torch.cuda.reset_peak_memory_stats()
-        trainer.fit(module, DataLoader(TensorDataset(torch.randn(3 * 4096, 6), torch.arange(3 * 4096) % 2), 4096))
+        rows = 1 << 14  # so that activations outweigh a workspace of cuBLAS, 32 MiB on an H100
+        data = TensorDataset(torch.randn(3 * rows, 6), torch.arange(3 * rows) % 2)
+        trainer.fit(module, DataLoader(data, rows))
         return module.losses, torch.cuda.max_memory_allocated()
 
     (plain, before), (losses, after) = fitted(), fitted(activation_offload=True)

@@ -27,7 +27,7 @@ from lightning_accel.callbacks.deployment.copies import (
 from lightning_accel.callbacks.deployment.loaders import undistributed
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of, move_last
-from lightning_accel.compress.calls import Inputs, Run, smallest_call
+from lightning_accel.compress.calls import Inputs, Run, device_of, smallest_call
 from lightning_accel.compress.export.decoding import CachedDecoder, tokens_of
 from lightning_accel.compress.export.loading import load_compressed
 from lightning_accel.compress.export.structure import named_tensors, restore
@@ -254,7 +254,7 @@ class Export(L.Callback):
         judged |= {name: partial(_run_as_module, deployed.module, run, self.postprocess) for name, run in files.items()}
         datamodule = trainer.datamodule  # type: ignore[attr-defined]
         limits = trainer.limit_val_batches if trainer.limit_val_batches is not None else 1.0
-        report = Report("export")
+        report = Report("export", device_of(deployed.module))
         for name, row in rows.items():
             comparable = name not in files or self.postprocess is None or isinstance(self.postprocess, Probabilities)
             if not row.note and comparable and self.max_length is None:

@@ -23,7 +23,7 @@ from lightning_accel.callbacks.deployment.copies import (
 )
 from lightning_accel.callbacks.deployment.loaders import undistributed
 from lightning_accel.callbacks.fit_end import failures_as_warnings
-from lightning_accel.compress.calls import Run, num_samples, smallest_call
+from lightning_accel.compress.calls import Run, device_of, num_samples, smallest_call
 from lightning_accel.compress.report.forms import measure_forms, plain_forms
 from lightning_accel.compress.report.macs import count_macs
 from lightning_accel.compress.report.progress import Progress
@@ -98,7 +98,7 @@ class CompressionReport(L.Callback):
         others: dict[str, Run] = {_AT_FIRST: start} if has_shrunk else {}
         progress = Progress(rank_zero_info, "compression report")
         rows = measure_forms(found.module, found.inputs[0], plain | others, seconds=self.seconds, progress=progress)
-        report = Report("compression")
+        report = Report("compression", device_of(found.module))
         if has_shrunk:
             parameters, _ = count_parameters(start.parameters())
             call = smallest_call(start, found.inputs[0])

@@ -1,7 +1,8 @@
 """Training with 2:4 sparse weights, whose products tensor cores compute in half the multiplications."""
 
-from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import lightning as L
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
+from torch.sparse import SparseSemiStructuredTensorCUSPARSELT, SparseSemiStructuredTensorCUTLASS
 from torch.utils.hooks import RemovableHandle
 
 from lightning_accel.callbacks.ddp_settings import require_whole_parameters
@@ -35,10 +37,10 @@ class SemiStructuredSparsity(L.Callback):
 
     Each forward pass keeps the largest weights of every tile of 4 x 4, at most two in each of its rows and columns, so
     that both passes multiply sparse matrices. Gradients reach all weights, as if none were dropped, so that those that
-    grow come back. It needs torchao, a GPU with sparse tensor cores, and a precision of 16 bits; layers with sizes
-    that are multiples of 128 take part, unless they are frozen or share their weight with another one. Wide layers in
-    large batches gain: by its authors 1.25 times in the perceptrons of a ViT-L on an A100
-    (https://github.com/pytorch/ao/tree/main/torchao/sparsity/training).
+    grow come back. It needs a GPU of compute capability 8, whose kernels are tried on a small weight first, and a
+    precision of 16 bits; layers with sizes that are multiples of 128 take part, unless they are frozen or share their
+    weight with another one. Wide layers in large batches gain: by the kernels' authors 1.25 times in the perceptrons of
+    a ViT-L on an A100 (https://github.com/pytorch/ao/tree/main/torchao/sparsity/training).
 
     Weights in state dicts, and so in checkpoints, are the sparse ones that the forward pass uses. Dropped values are in
     the state of the callback, and a run that is resumed goes on with them. At the end of the fit the layers are plain
@@ -153,16 +155,48 @@ class SemiSparseLinear(nn.Linear):
             return sparsify(self.weight.to(self.compute_dtype)).to_dense() != 0
 
 
-def sparsify(weight: Tensor) -> Tensor:
-    """Return the 2:4 sparse tensor of a weight on a GPU, with straight-through gradients, by torchao.
+def sparsify(weight: Tensor, kernels: str | None = None) -> Tensor:
+    """Return the 2:4 sparse tensor of a weight on a GPU, with straight-through gradients.
 
     Args:
         weight: (M, N), float16 or bfloat16; M and N are multiples of 128.
+        kernels: a name of :data:`KERNELS`, by default of the first that work on the device.
     """
-    from torchao.sparsity.training.autograd import semi_structured_sparsify
-
-    sparse: Tensor = semi_structured_sparsify(weight, backend="cusparselt")
+    chosen = kernels or find_kernels(weight.device)[0]
+    sparse: Tensor = _Sparsify.apply(weight, KERNELS[chosen].prune_dense_static_sort)
     return sparse
+
+
+class _Sparsify(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
+        return convert(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return grad_outputs[0], None
+
+
+# The layout that the first writes for cuSPARSELt is not documented: on an H100 its products are wrong, as was reported
+# before (https://github.com/pytorch/ao/issues/1617), and the second serves 8.x alone. What is right there, to compress
+# the pruned weight by cuSPARSELt for each pass, takes 1.5 times as long as dense training of a layer 4096 to 16384.
+KERNELS: dict[str, Any] = {
+    "cuSPARSELt": SparseSemiStructuredTensorCUSPARSELT,
+    "CUTLASS": SparseSemiStructuredTensorCUTLASS,
+}
+
+
+@lru_cache
+def find_kernels(device: torch.device) -> tuple[str, str]:
+    """Return the name of the kernels that work on a device, or why each fails."""
+    failures = {}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The PyTorch API of SparseSemiStructuredTensor")  # shown once, here
+        for name in KERNELS:
+            failures[name] = failure_of_kernels(device, name)
+            if not failures[name]:
+                return name, ""
+    return "", "; ".join(f"those of {name} {failure}" for name, failure in failures.items())
 
 
 def make_semi_sparse(layer: nn.Linear, dtype: torch.dtype) -> SemiSparseLinear:
@@ -204,22 +238,14 @@ def why_not_semi_structured(device: torch.device) -> str:
         found = f"a {device.type} device, for which there are no kernels"
     elif (capability := torch.cuda.get_device_capability(device)) < _CAPABILITY:
         found = f"{torch.cuda.get_device_name(device)}, which has {capability[0]}.{capability[1]}"
-    elif not torch.backends.cusparselt.is_available():
-        return f"{_NEEDS} a build of torch with cuSPARSELt; got torch {torch.__version__} without"
-    elif find_spec("torchao") is None:
-        return f"{_NEEDS} torchao, which is not installed: pip install torchao"
     else:
-        failure = failure_of_kernels(device)
-        return failure and f"{_NEEDS} kernels that work on {torch.cuda.get_device_name(device)}; those there {failure}"
+        _, failure = find_kernels(device)
+        return failure and f"{_NEEDS} kernels that work on {torch.cuda.get_device_name(device)}; {failure}"
     return f"{_NEEDS} a CUDA device of compute capability {_CAPABILITY[0]}.{_CAPABILITY[1]} or more; got {found}"
 
 
-def failure_of_kernels(device: torch.device) -> str:
-    """Return how the products of a small sparse weight are wrong on a device, or nothing if they are right.
-
-    The layout that torch writes for cuSPARSELt is not documented, and was reported to give wrong products on an H100
-    (https://github.com/pytorch/ao/issues/1617).
-    """
+def failure_of_kernels(device: torch.device, kernels: str) -> str:
+    """Return how the products of a small sparse weight are wrong on a device, or nothing if they are right."""
     generator = torch.Generator(device).manual_seed(0)
     weight, x, gradient = (
         torch.randn(shape, generator=generator, device=device).to(torch.bfloat16)
@@ -227,7 +253,7 @@ def failure_of_kernels(device: torch.device) -> str:
     )
     x.requires_grad_()
     try:
-        sparse = sparsify(weight)
+        sparse = sparsify(weight, kernels)
         output = F.linear(x, sparse)
         (input_gradient,) = torch.autograd.grad(output, x, gradient)
         kept = sparse.to_dense()

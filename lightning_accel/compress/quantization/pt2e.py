@@ -23,6 +23,9 @@ def compiled_float(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) 
     return _make_form("fp32 compiled", copy.deepcopy(module), inputs)
 
 
+_INT8_MULTIPLE = 8  # of the sizes of int8 matrices that torch multiplies on a GPU
+
+
 def compiled_bfloat16(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
     """Make a compiled form in bfloat16 that takes and returns float32."""
     return _make_form("bf16 compiled", InBfloat16(module), inputs)
@@ -48,10 +51,20 @@ def pt2e_static(module: nn.Module, inputs: Sequence[Inputs], layers: Layers, ran
 
 def torchao_dynamic(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
     """Make a form with linear layers in int8 and input ranges computed for each row of an input."""
-    quantization = _import_torchao().quantization
-    return _quantize_with_torchao(
-        "int8 torchao dynamic", module, inputs, layers, quantization.Int8DynamicActivationInt8WeightConfig()
-    )
+    config = _import_torchao().quantization.Int8DynamicActivationInt8WeightConfig()
+    sizes = {
+        name: (one.in_features, one.out_features)
+        for name, one in layers.quantized.items()
+        if isinstance(one, nn.Linear) and one.weight.is_cuda
+    }
+    left = {
+        name: f"GPUs multiply int8 matrices of multiples of {_INT8_MULTIPLE}, not {num_in} by {num_out}"
+        for name, (num_in, num_out) in sizes.items()
+        if num_in % _INT8_MULTIPLE or num_out % _INT8_MULTIPLE
+    }
+    chosen = {name: one for name, one in layers.quantized.items() if name not in left}
+    layers = layers._replace(quantized=chosen, left_float={**layers.left_float, **left})
+    return _quantize_with_torchao("int8 torchao dynamic", module, inputs, layers, config)
 
 
 def torchao_weight_only(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:

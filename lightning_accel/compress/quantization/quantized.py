@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 import torch
 from torch import nn
 
-from lightning_accel.compress.calls import Inputs, Run, first_line, smallest_call
+from lightning_accel.compress.calls import Inputs, Run, device_of, first_line, smallest_call
 from lightning_accel.compress.export.structure import sort_keywords
 from lightning_accel.compress.quantization.fake_quant import rank_layers
 from lightning_accel.compress.quantization.form import CannotConvertError, Form
@@ -180,7 +180,7 @@ def quantize(
         ...
     ValueError: inputs are needed: at least one call of the module, as (args, kwargs)
     """
-    device = _device_of(module)
+    device = device_of(module)
     require_form(mode, backend, device.type, file_format)
     if not inputs:
         raise ValueError("inputs are needed: at least one call of the module, as (args, kwargs)")
@@ -360,7 +360,7 @@ def _pick(trial: _Trial, wanted: Sequence[str], batch_sizes: Sequence[int] | Non
         chosen = min(near, key=lambda name: _preference(name, near, made), default=None)
         if chosen is not None:
             picks[size] = made[chosen]
-    report = Report("quantization", _device_of(trial.module))
+    report = Report("quantization", device_of(trial.module))
     for name in [*rows, *(name for name in refused if name not in rows)]:
         row = rows.get(name, Row(name, status="failed"))
         note = refused.get(name) or _note(made.get(name))
@@ -423,10 +423,6 @@ def _layers(module: nn.Module, inputs: Inputs, name: str, form: Form) -> list[La
             layer = layer._replace(dtype="bfloat16")
         found.append(layer)
     return found
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    return next((one.device for one in module.parameters()), torch.device("cpu"))
 
 
 def _note(form: Form | None) -> str:

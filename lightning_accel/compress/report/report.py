@@ -71,13 +71,13 @@ class Report:
         title: title of the report and name of its files, such as ``"export"``.
         device: device of the measurements.
 
-    >>> report = Report("pruning")
+    >>> report = Report("pruning", "cpu")
     >>> report.add(Row("fp32 eager", parameters=10, nonzero=1))
     >>> report.rows[0].macs is None
     True
     """
 
-    def __init__(self, title: str, device: torch.device | str = "cpu") -> None:
+    def __init__(self, title: str, device: torch.device | str) -> None:
         self.title = title
         self.device = torch.device(device)
         self.rows: list[Row] = []

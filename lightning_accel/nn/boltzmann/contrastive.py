@@ -132,6 +132,7 @@ class ContrastiveDivergence:
         return self._contrast(rbm, visible).gap_with_gradient()
 
     @torch.no_grad()
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's compiler does not take its updates of views
     def train_(self, rbm: RBM, visible: Tensor, batch_size: int, optimizer: Optimizer) -> Tensor:
         """Update ``rbm`` once per mini-batch of ``batch_size`` rows of ``visible`` (N, V), in their order.
 

@@ -71,58 +71,43 @@ class AdaptiveComputation(nn.Module):
             require_width(self, x, "cell.input_size - 1", self.cell.input_size - 1, "x (B, {})")
             require_floating(self, x, "x", self.cell.parameters(recurse=False))
         rows = torch.arange(len(x), device=x.device)
-        run = _ActiveSamples(x, state, None, None)
+        total: Tensor | None = None  # (b,) sum of the halting probabilities of the samples that have not halted
+        sums: tuple[Tensor, ...] | None = None  # their weighted sums of states
         finished: list[tuple[Tensor, ...]] = []
         for step in range(1, self.max_steps + 1):
-            flag = x.new_full((len(run.x), 1), float(step == 1))  # eq. 3 and below
-            run, weight, remainder, halts = self._step(run, flag, last=step == self.max_steps)
-            assert run.state is not None
-            out = tuple(weight.to(part.dtype).unsqueeze(1) * part for part in _parts(run.state))
-            sums = out if run.sums is None else tuple(a + b for a, b in zip(run.sums, out, strict=True))
+            flag = x.new_full((len(x), 1), float(step == 1))  # eq. 3 and below
+            state = self.cell(torch.cat((x, flag), 1), state)
+            parts = _parts(state)
+            halt = self._halting_probability(parts[0])
+            total = torch.zeros_like(halt) if total is None else total
+            if step == self.max_steps:
+                halts = torch.ones_like(halt, dtype=torch.bool)
+            else:
+                halts = total + halt >= 1 - self.epsilon  # eq. 7
+            remainder = 1 - total  # eq. 8
+            weight = torch.where(halts, remainder, halt)
+            out = tuple(weight.to(part.dtype).unsqueeze(1) * part for part in parts)
+            sums = out if sums is None else tuple(a + b for a, b in zip(sums, out, strict=True))
             done, stay = halts.nonzero().squeeze(1), (~halts).nonzero().squeeze(1)
             steps = torch.full_like(done, step)
             cost = (step + remainder).index_select(0, done)  # eq. 10
             finished.append((rows.index_select(0, done), steps, cost, *(part.index_select(0, done) for part in sums)))
             if not len(stay):
                 break
-            rows = rows.index_select(0, stay)
-            run = run._replace(sums=sums).select(stay)
-        assert run.state is not None
-        return _restore_order(finished, as_tuple=not isinstance(run.state, Tensor))
+            x, rows, total = (one.index_select(0, stay) for one in (x, rows, total + halt))
+            sums = tuple(part.index_select(0, stay) for part in sums)
+            parts = tuple(part.index_select(0, stay) for part in parts)
+            state = parts[0] if isinstance(state, Tensor) else parts
+        return _restore_order(finished, as_tuple=not isinstance(state, Tensor))
 
-    def _step(self, run: "_ActiveSamples", flag: Tensor, last: bool) -> tuple["_ActiveSamples", Tensor, Tensor, Tensor]:
-        """Run one step of the cell; return the new state of the batch, the step's weight, the remainder, who halts."""
-        state = self.cell(torch.cat((run.x, flag), 1), run.state)
-        h = _parts(state)[0]
+    def _halting_probability(self, h: Tensor) -> Tensor:
         wide = torch.promote_types(h.dtype, torch.float32)
         with torch.autocast(h.device.type, enabled=False):
             weight, bias = self.halting.weight.to(wide), self.halting.bias.to(wide)
-            halt = F.linear(h.to(wide), weight, bias).squeeze(1).sigmoid()  # eq. 5
-        total = torch.zeros_like(halt) if run.total is None else run.total
-        halts = torch.ones_like(halt, dtype=torch.bool) if last else total + halt >= 1 - self.epsilon  # eq. 7
-        remainder = 1 - total  # eq. 8
-        return run._replace(state=state, total=total + halt), torch.where(halts, remainder, halt), remainder, halts
+            return F.linear(h.to(wide), weight, bias).squeeze(1).sigmoid()  # eq. 5
 
     def extra_repr(self) -> str:
         return f"hidden_size={self.hidden_size}, max_steps={self.max_steps}, epsilon={self.epsilon}"
-
-
-class _ActiveSamples(NamedTuple):
-    """Hold the samples that have not halted."""
-
-    x: Tensor  # (b, I)
-    state: State | None
-    total: Tensor | None  # (b,) sum of the halting probabilities so far
-    sums: tuple[Tensor, ...] | None  # weighted sums of the states so far
-
-    def select(self, rows: Tensor) -> "_ActiveSamples":
-        assert self.state is not None
-        assert self.total is not None
-        assert self.sums is not None
-        parts = tuple(part.index_select(0, rows) for part in _parts(self.state))
-        sums = tuple(part.index_select(0, rows) for part in self.sums)
-        state = parts[0] if isinstance(self.state, Tensor) else parts
-        return _ActiveSamples(self.x.index_select(0, rows), state, self.total.index_select(0, rows), sums)
 
 
 def _parts(state: State) -> tuple[Tensor, ...]:

@@ -5,7 +5,7 @@ Shapes: S steps, B samples, I inputs, H hidden, G gates, N valid steps of all sa
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +56,7 @@ CELLS = {
     "mingru": Cell(2, 1),
     "minlstm": Cell(3, 1),
 }
+_OF_TORCH = {"rnn": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}
 # Signs of the biases with which a cell's first gates keep the state.
 _MEMORY_BIAS_SIGNS: dict[str, tuple[int, ...]] = {
     "rnn": (),
@@ -120,6 +121,21 @@ class RecurrentLayer(nn.Module):
             self.bias_ih.detach().chunk(CELLS[self.cell].gates), _MEMORY_BIAS_SIGNS[self.cell], strict=False
         ):
             gate.copy_(sign * memory)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "RecurrentLayer":
+        super()._apply(fn, recurse)
+        self._compact_weights()
+        return self
+
+    def _compact_weights(self) -> None:
+        """Lay out weights on a GPU in one piece of memory, to which cuDNN would otherwise copy them in each call."""
+        names = "weight_ih", "weight_hh", "bias_ih", "bias_hh"
+        weights = [getattr(self, name) for name in names]  # of other types where they are computed, or shared out
+        if all(type(one) is nn.Parameter and one.is_cuda for one in weights):
+            of_torch: nn.RNNBase = _OF_TORCH[self.cell](self.weight_ih.shape[1], self.hidden_size, device="meta")
+            for name, weight in zip(names, weights, strict=True):
+                setattr(of_torch, f"{name}_l0", weight)
+            of_torch.flatten_parameters()
 
     def forward(self, data: Tensor, states: States | None, layout: Layout) -> tuple[Tensor, States]:
         """Run over ``data`` in ``layout``, starting from ``states`` or zeros; return the outputs and last states."""

@@ -57,7 +57,7 @@ class Convert:
         self.figures = (
             None if limit is None else [limit.evaluate(module), limit.evaluate(lambda x: torch.zeros(len(x), 3))]
         )
-        return Quantized("int8", module, report=Report("quantization"), refused={})
+        return Quantized("int8", module, report=Report("quantization", "cpu"), refused={})
 
 
 @pytest.fixture
@@ -379,7 +379,7 @@ def test_reasons_and_report_are_shown_where_nothing_is_picked(tmp_path, monkeypa
     """After the run, so its checkpoint and weights stay, and ``fit`` returns."""
 
     def refuse(*_, **__):
-        report = Report("quantization")
+        report = Report("quantization", "cpu")
         report.add(Row("int8 own", note="cannot run at batch 1: IndexError: planted", status="failed"))
         raise NothingPickedError("no form can be picked. int8 own: cannot run at batch 1: IndexError: planted", report)
 
@@ -401,7 +401,7 @@ def test_reasons_and_report_are_shown_where_nothing_is_picked(tmp_path, monkeypa
 
 def test_what_was_picked_is_told_to_users(tmp_path, monkeypatch, caplog):
     """On the logger that the Trainer's own lines go to; others show warnings alone."""
-    report = Report("quantization")
+    report = Report("quantization", "cpu")
     rounds = {"fp32 eager": 6.0, "fp32 runtime": 1.2, "int8 own": 1.0}
     for name, taken in rounds.items():
         latencies = {batch: Latency(taken, taken, 11, (taken,) * 11) for batch in (1, 8)}

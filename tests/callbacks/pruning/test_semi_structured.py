@@ -287,16 +287,16 @@ def test_devices_without_kernels_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Card")
     assert why_not(card).endswith("got Card, which has 7.5")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: False)
-    assert "cuSPARSELt" in why_not(card)
-    monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: True)
-    monkeypatch.setattr(semi_structured, "find_spec", lambda name: None)
-    assert "pip install torchao" in why_not(card)
-    monkeypatch.setattr(semi_structured, "find_spec", lambda name: "found")
-    monkeypatch.setattr(semi_structured, "failure_of_kernels", lambda device: "return wrong products")
-    assert why_not(card).endswith("kernels that work on Card; those there return wrong products")
-    monkeypatch.setattr(semi_structured, "failure_of_kernels", lambda device: "")
+    failures = dict.fromkeys(semi_structured.KERNELS, "return wrong products")
+    monkeypatch.setattr(semi_structured, "failure_of_kernels", lambda device, name: failures[name])
+    found = why_not(card)
+    assert "kernels that work on Card; those of cuSPARSELt return wrong products; those of" in found
+    failures["CUTLASS"] = ""
+    assert why_not(card) == found  # they are tried once
+    semi_structured.find_kernels.cache_clear()
     assert why_not(card) == ""
+    assert semi_structured.find_kernels(card) == ("CUTLASS", "")
+    semi_structured.find_kernels.cache_clear()
 
 
 def keep_in_tiles(weight):
@@ -325,12 +325,12 @@ def test_kernels_are_tried_on_a_small_weight(monkeypatch):
 
     wrong, weights = {}, {}
 
-    def sparsify(weight):
+    def sparsify(weight, kernels):
         return weights.setdefault("kept", keep_in_tiles(weight)) if "kept" not in wrong else wrong["kept"](weight)
 
     monkeypatch.setattr(semi_structured, "sparsify", sparsify)
     monkeypatch.setattr(semi_structured.F, "linear", Linear.apply)
-    find = lambda: semi_structured.failure_of_kernels(torch.device("cpu"))  # noqa: E731
+    find = lambda: semi_structured.failure_of_kernels(torch.device("cpu"), "CUTLASS")  # noqa: E731
     assert find() == ""
     for side in ("forward", "backward"):
         wrong[side] = 1.5

@@ -20,7 +20,7 @@ def printed(report):
 
 
 def filled():
-    report = Report("trial")
+    report = Report("trial", "cpu")
     report.add(Row("fp32 eager", 1000, 990, None, 2_500_000, {1: Latency(2.0, 3.0, 11)}, {"val/accuracy": 0.9}))
     report.add(Row("int8", file_bytes=2048, latencies={1: Latency(0.5, 0.6, 11)}, note="a note"))
     return report
@@ -48,7 +48,7 @@ def test_ratios_of_a_busy_machine_are_marked():
 
 def compared():
     """int8 is 6 times as fast as eager, of which 5 are the runtime's; a refused form is the fastest."""
-    report = Report("trial")
+    report = Report("trial", "cpu")
     rounds = {
         "fp32 eager": [6.0] * 11,
         "fp32 runtime": [1.2] * 11,
