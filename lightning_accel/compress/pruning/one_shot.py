@@ -4,30 +4,23 @@ Shapes: M outputs, K inputs of a weight as a matrix.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.backends import mha
 
-from lightning_accel._private.torch import ConvTransposeBase
+from lightning_accel.compress.calibration.change import change_by_products_, compensate
 from lightning_accel.compress.calls import Inputs
-from lightning_accel.compress.layerwise import find_layers_of, visit_layerwise
 from lightning_accel.compress.pruning.masks import parse_structure, require_sparsity
-from lightning_accel.compress.pruning.products import Matrix, ProductRecorder
-from lightning_accel.compress.pruning.prunable import Prunable, find_prunable, is_stacked
+from lightning_accel.compress.pruning.prunable import Prunable, find_prunable
 from lightning_accel.ops.names import Exclusion, require_one_of
 
 Method: TypeAlias = Literal["wanda", "sparsegpt"]
 Pattern: TypeAlias = tuple[int, int] | None
 
 _BLOCK = 128  # columns after which the remaining ones are updated, as in the paper of SparseGPT
-_DAMPING = 0.01  # share of the mean of the diagonal, as there
-_SMALLEST = 1e-30  # mean square of inputs in the range of float32
-_UNSEEN = "no product with it was seen"
 
 
 def prune_on_data_(
@@ -111,28 +104,16 @@ def calibrate_and_prune_(
         Masks of the weights that are kept, and reasons for each weight that could not be pruned, by name.
     """
     choose = partial(_CHOICES[method], sparsity=sparsity, pattern=pattern)
-    missed = _find_shared(module, found)
-    found = [one for one in found if one.name not in missed]
-    masks: dict[str, Tensor] = {}
-    with _ready_for_calibration(module), _contiguous([one.weight for one in found]):
-        layers = find_layers_of(module, [one.module for one in found], inputs)
-
-        def visit(layer: nn.Module, run: Callable[[], None]) -> None:
-            weights = {found[number].name: found[number] for number in layers[layer]}
-            statistics: dict[Matrix, Tensor] = {}
-            tensors = {name: one.weight for name, one in weights.items()}
-            with ProductRecorder(tensors, partial(_add_products, statistics, method == "sparsegpt")):
-                run()
-            for name, one in weights.items():
-                own = {matrix: value for matrix, value in statistics.items() if matrix.name == name}
-                if reason := _reason_not_pruned(one, own, pattern):
-                    missed[name] = reason
-                else:
-                    masks[name] = _prune_weight(one, own, choose)
-
-        visit_layerwise(module, inputs, [*layers], visit)
-    missed |= {one.name: _UNSEEN for one in found if one.name not in masks and one.name not in missed}
-    return {one.name: masks[one.name] for one in found if one.name in masks}, missed
+    changes, missed = change_by_products_(
+        module, inputs, found, choose, of_pairs=method == "sparsegpt", multiple=1 if pattern is None else pattern[1]
+    )
+    masks = {}
+    for one in found:
+        if one.name in changes:
+            masks[one.name] = torch.ones(one.weight.shape, dtype=torch.bool, device=one.weight.device)
+            for matrix, kept in changes.pop(one.name).items():
+                matrix.of(masks[one.name]).copy_(kept)
+    return masks, missed
 
 
 def _require_calls(inputs: Sequence[Inputs]) -> None:
@@ -148,106 +129,6 @@ def _require_calls(inputs: Sequence[Inputs]) -> None:
 def _is_call(one: Any) -> bool:
     is_pair = isinstance(one, tuple) and len(one) == 2
     return is_pair and isinstance(one[0], tuple | list) and isinstance(one[1], Mapping)
-
-
-def _find_shared(module: nn.Module, found: Sequence[Prunable]) -> dict[str, str]:
-    """Return why weights cannot be pruned that several modules hold, as one parameter or in the same memory."""
-    holders: dict[int, set[nn.Module]] = {}
-    for one in module.modules():
-        for value in one.parameters(recurse=False):
-            holders.setdefault(value.data_ptr(), set()).add(one)
-    return {one.name: "several layers share its memory" for one in found if len(holders[one.weight.data_ptr()]) > 1}
-
-
-@contextmanager
-def _ready_for_calibration(module: nn.Module) -> Iterator[None]:
-    """Let calls run in evaluation mode, as operations that show their products."""
-    training = {one: one.training for one in module.modules()}
-    module.eval()
-    onednn: Any = torch.backends.mkldnn  # whose recurrent layers are one operation, as attention's fast path
-    has_onednn, onednn.enabled = onednn.enabled, False
-    has_fast_path = mha.get_fastpath_enabled()
-    mha.set_fastpath_enabled(False)
-    try:
-        with ExitStack() as stack:
-            gpus = {value.device for value in module.parameters() if value.is_cuda}
-            stack.enter_context(torch.random.fork_rng(gpus))
-            for device in {"cpu", *(one.type for one in gpus)}:
-                stack.enter_context(torch.autocast(device, enabled=False))
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-            yield
-    finally:
-        onednn.enabled = has_onednn
-        mha.set_fastpath_enabled(has_fast_path)
-        for one, was_training in training.items():
-            one.training = was_training
-
-
-@contextmanager
-def _contiguous(weights: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Give weights the memory of rows while open, whose matrices have strides."""
-    strides = {weight: weight.stride() for weight in weights if not weight.is_contiguous()}
-    for weight in strides:
-        weight.data = weight.data.contiguous()
-    try:
-        yield
-    finally:
-        for weight, stride in strides.items():
-            own = torch.empty_strided(weight.shape, stride, dtype=weight.dtype, device=weight.device)
-            weight.data = own.copy_(weight.data)
-
-
-def _add_products(statistics: dict[Matrix, Tensor], squares_of_pairs: bool, matrix: Matrix, x: Tensor) -> None:
-    """Add to the sums of the inputs' squares, (K,), or of the products of all pairs of inputs, (K, K)."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    own = x.t() @ x if squares_of_pairs else x.square().sum(0)
-    known = statistics.get(matrix)
-    statistics[matrix] = own if known is None else known.add_(own)
-
-
-def _reason_not_pruned(one: Prunable, statistics: Mapping[Matrix, Tensor], pattern: Pattern) -> str | None:
-    weight = one.weight
-    if isinstance(one.module, ConvTransposeBase):
-        return "the inputs of a transposed convolution are not looked at"
-    if not statistics:
-        return _UNSEEN
-    if any(not value.isfinite().all() for value in statistics.values()):
-        raise ValueError(
-            f"{one.name} is multiplied with NaN, infinity or what is too large to be squared on the calibration data, "
-            "which cannot tell what matters. Look for a layer that overflows, or leave out the inputs for which it does"
-        )
-    if pattern is not None and any(matrix.shape[1] % pattern[1] for matrix in statistics):
-        return f"its inputs are no multiple of {pattern[1]}"
-    uses = torch.zeros_like(weight, dtype=torch.int32)
-    for matrix in statistics:
-        matrix.of(uses).add_(1)
-    if bool((uses > 1).any()) or len({matrix.shape[1] for matrix in statistics}) > 1:
-        return "it is multiplied in several ways"
-    if not is_stacked(one.module, weight) and not bool((uses == 1).all()):
-        return "only a part of it is multiplied"
-    return None
-
-
-def _prune_weight(one: Prunable, statistics: Mapping[Matrix, Tensor], choose: Callable[..., Any]) -> Tensor:
-    """Prune each matrix of a weight, and return where the weight is kept; experts without data count magnitudes."""
-    weight = one.weight
-    kept = torch.ones_like(weight, dtype=torch.bool)
-    matrices: dict[Matrix, Tensor | None] = dict(statistics)
-    if is_stacked(one.module, weight):
-        size = weight.stride(0)
-        for matrix in statistics:
-            for number in range(weight.shape[0]):
-                matrices.setdefault(matrix._replace(offset=number * size + matrix.offset % size), None)
-    for matrix, value in matrices.items():
-        own = matrix.of(weight)
-        values, mask = choose(own.to(torch.promote_types(own.dtype, torch.float32)), value)
-        if not values.isfinite().all():
-            raise ValueError(f"{one.name} would get NaN or infinity from pruning: it has weights that are not finite")
-        own.copy_(values)
-        matrix.of(kept).copy_(mask)
-    return kept
 
 
 def prune_by_wanda(
@@ -293,12 +174,7 @@ def prune_by_sparsegpt(
     Returns:
         The changed matrix, and where it is kept, bool, both (M, K).
     """
-    weight = weight.clone()
-    if products is None or products.diagonal().mean() < _SMALLEST:
-        factor = torch.eye(weight.shape[1]).to(weight)
-    else:
-        factor = _inverse_factor(products / products.diagonal().mean())
-        weight[:, products.diagonal() == 0] = 0  # of inputs that are always 0
+    weight, factor = compensate(weight, products)
     kept = torch.ones_like(weight, dtype=torch.bool)
     first_choice = _lowest((weight / factor.diagonal()).square(), sparsity, None)
     size = _BLOCK if pattern is None else max(_BLOCK // pattern[1], 1) * pattern[1]
@@ -319,19 +195,6 @@ def prune_by_sparsegpt(
             part[:, column:] -= errors[:, column, None] * square[column, column:]
         weight[:, begin + size :] -= errors @ rows[:, begin + size :]
     return weight.masked_fill_(~kept, 0), kept
-
-
-def _inverse_factor(products: Tensor) -> Tensor:
-    """Return the upper Cholesky factor of the inverse of a (K, K) matrix whose diagonal has a mean of 1, damped."""
-    is_dead = (products.diagonal() == 0).to(products)
-    damping = _DAMPING
-    while True:
-        lower, failed = torch.linalg.cholesky_ex(products + torch.diag(is_dead + damping))
-        if not failed:
-            factor, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-        if not failed:
-            return factor
-        damping *= 10  # float32 cannot tell so small eigenvalues from 0
 
 
 def _lowest(scores: Tensor, share: float, pattern: Pattern) -> Tensor:

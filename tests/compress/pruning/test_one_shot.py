@@ -10,7 +10,8 @@ from torch import nn
 
 from lightning_accel._private.torch import num_compiled_graphs
 from lightning_accel.callbacks.deployment.copies import find_deployed
-from lightning_accel.compress import find_prunable, layerwise, prune_on_data_
+from lightning_accel.compress import find_prunable, prune_on_data_
+from lightning_accel.compress.calibration import layerwise
 from lightning_accel.compress.pruning.one_shot import prune_by_sparsegpt, prune_by_wanda
 from lightning_accel.nn import DynamicRNN, MixtureOfExperts
 from tests.zoo import ZOO
