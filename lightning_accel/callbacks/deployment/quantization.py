@@ -71,15 +71,17 @@ class Quantization(L.Callback):
     state, and equal on all processes.
 
     Args:
-        mode: ``auto`` measures all kinds; ``static``, ``dynamic``, ``weight_only``; ``qat`` trains for ``static``.
+        mode: ``auto`` measures all kinds; ``static``, ``dynamic``, ``weight_only``, which for decoders of text is in 8
+            and 4 bits; ``qat`` trains for ``static``.
         backend: ``pt2e``, ``torchao``, ``onnxruntime``, ``inductor`` (compiled, no int8), or ``auto`` for any.
-        calibrate: number of training samples for calibrating the ranges.
+        calibrate: number of training samples for calibrating the ranges, and for rounding to 4 bits.
         exclude: layers that stay in float, or modules around them: names or patterns of them (``"head"``,
             ``"blocks.*.norm"``), or classes by name.
         monitor: validation metric that measures the quality of a form.
         monitor_mode: ``max`` if higher values are better, ``min`` if lower values are.
         max_drop: how much worse than in float ``monitor`` may become. The layers that harm it most stay in float until
-            it is within this limit; a form that stays beyond it is not picked.
+            it is within this limit; a form that stays beyond it is not picked. Only with a limit are weights in 4 bits
+            picked.
         module: name of the deployed submodule; by default the one that ``validation_step`` calls.
         begin: begin of ``qat``: optimizer step, or share of the run if a float in [0, 1).
         batch_size: number of samples at which the fastest is picked, that of the calls to come; at most, and by

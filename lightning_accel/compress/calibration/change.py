@@ -22,7 +22,7 @@ _DAMPING = 0.01  # share of the mean of the diagonal, as in the papers of Sparse
 _SMALLEST = 1e-30  # mean square of inputs in the range of float32
 _UNSEEN = "no product with it was seen"
 
-Change = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
+Change = Callable[[Tensor, Tensor | None], tuple[Tensor, Any]]
 
 
 def change_by_products_(
@@ -32,7 +32,7 @@ def change_by_products_(
     change: Change,
     of_pairs: bool,
     multiple: int = 1,
-) -> tuple[dict[str, dict[Matrix, Tensor]], dict[str, str]]:
+) -> tuple[dict[str, dict[Matrix, Any]], dict[str, str]]:
     """Change the weights ``found`` in ``module``, each on what the changed layers before it make of the ``inputs``.
 
     Args:
@@ -53,7 +53,7 @@ def change_by_products_(
     """
     missed = _find_shared(module, found)
     found = [one for one in found if one.name not in missed]
-    told: dict[str, dict[Matrix, Tensor]] = {}
+    told: dict[str, dict[Matrix, Any]] = {}
     with ready_for_calibration(module), _contiguous([one.weight for one in found]):
         layers = find_layers_of(module, [one.module for one in found], inputs)
 
@@ -155,9 +155,10 @@ def _reason_not_changed(one: Prunable, statistics: Mapping[Matrix, Tensor], mult
     return None
 
 
-def _change_weight(one: Prunable, statistics: Mapping[Matrix, Tensor], change: Change) -> dict[Matrix, Tensor]:
+def _change_weight(one: Prunable, statistics: Mapping[Matrix, Tensor], change: Change) -> dict[Matrix, Any]:
     """Change each matrix of a weight, and return what is told of it; experts without data have no statistics."""
-    weight, told = one.weight, {}
+    weight = one.weight
+    told: dict[Matrix, Any] = {}
     matrices: dict[Matrix, Tensor | None] = dict(statistics)
     if is_stacked(one.module, weight):
         size = weight.stride(0)

@@ -83,16 +83,16 @@ def sharing_export() -> Iterator[None]:
 
 def onnx_float(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
     """Make a float form for ONNX Runtime, the baseline of its int8 forms."""
-    _require_onnxruntime()
+    require_onnxruntime()
     with tempfile.TemporaryDirectory() as folder, suppress_output():
-        made = _write_float_files(module, inputs, Path(folder))
+        made = write_float_files(module, inputs, Path(folder))
         content = made.ready.read_bytes()
     return Form("fp32 ONNX Runtime", OnnxCall(content, made.structure), onnx=content, file_bytes=len(content))
 
 
 def onnx_dynamic(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
     """Make a form with linear layers and LSTMs in int8 and input ranges computed in each call."""
-    _require_onnxruntime()
+    require_onnxruntime()
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     def convert(source: Path, target: Path, plan: _Plan) -> None:
@@ -118,7 +118,7 @@ def onnx_static(module: nn.Module, inputs: Sequence[Inputs], layers: Layers, ran
 
     Arguments are those of :func:`lightning_accel.compress.quantization.pt2e.pt2e_static`.
     """
-    _require_onnxruntime()
+    require_onnxruntime()
     from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
 
     def convert(source: Path, target: Path, plan: _Plan) -> None:
@@ -154,9 +154,9 @@ def _make_form(
     left_float: Callable[[str, nn.Module], str],
 ) -> Form:
     with tempfile.TemporaryDirectory() as folder, suppress_output():
-        structure, written, ready = _write_float_files(module, inputs, Path(folder))
+        structure, written, ready = write_float_files(module, inputs, Path(folder))
         int8 = Path(folder, "int8.onnx")
-        nodes = list(_product_nodes(written, ready))
+        nodes = list(find_product_nodes(written, ready))
         # quantize_dynamic replaces Gemm by MatMul and Add first
         left = [key for node, name in nodes if name in layers.excluded for key in (node.name, f"{node.name}_MatMul")]
         convert(ready, int8, _Plan(left, _input_tensors(ready, nodes)))
@@ -165,13 +165,13 @@ def _make_form(
     def reason(key: str, one: nn.Module) -> str:
         return layers.left_float[key] if key in layers.excluded else left_float(key, one)
 
-    reasons = {key: reason(key, one) for key, one in module.named_modules() if any(True for _ in _weights(one))}
+    reasons = {key: reason(key, one) for key, one in module.named_modules() if any(True for _ in weights_of(one))}
     form = Form(name, OnnxCall(content, structure), onnx=content, file_bytes=len(content))
     form.left_float = {key: why for key, why in reasons.items() if why}
     return form
 
 
-def _write_float_files(module: nn.Module, inputs: Sequence[Inputs], folder: Path) -> _FloatFiles:
+def write_float_files(module: nn.Module, inputs: Sequence[Inputs], folder: Path) -> _FloatFiles:
     """Write ``module`` to ``folder``, or return the files of an earlier call within :func:`sharing_export`."""
     shared = _EXPORT_CACHE.get()
     key = module, *map(id, inputs)
@@ -228,7 +228,8 @@ def write_float(module: nn.Module, inputs: Sequence[Inputs], path: Path) -> Stru
     return structure
 
 
-def _require_onnxruntime() -> None:
+def require_onnxruntime() -> None:
+    """Raise a ModuleNotFoundError where a package for forms of ONNX Runtime is missing."""
     for package in ("onnx", "onnxruntime", "onnxscript"):
         require_module(package)
 
@@ -251,7 +252,7 @@ class _CalibrationReader:
         return next(self.calls, None)
 
 
-def _product_nodes(floating: Path, ready: Path) -> Iterator[tuple[Any, str]]:
+def find_product_nodes(floating: Path, ready: Path) -> Iterator[tuple[Any, str]]:
     """Yield the nodes of ``ready`` with products, and the names of the modules that they were traced from.
 
     The optimization drops the metadata of nodes, but keeps their names as prefixes of fused ones.
@@ -297,7 +298,8 @@ def _is_lstm(module: nn.Module) -> bool:
     return isinstance(module, nn.LSTM) or (isinstance(module, RecurrentLayer) and module.cell == "lstm")
 
 
-def _weights(module: nn.Module) -> Iterator[Tensor]:
+def weights_of(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the own parameters of a module that have at least two dimensions."""
     return (value for value in module.parameters(recurse=False) if value.ndim > 1)
 
 

@@ -15,6 +15,7 @@ from lightning_accel.compress.quantization.form import CannotConvertError, Form
 from lightning_accel.compress.quantization.inputs import noise_share
 from lightning_accel.compress.quantization.layers import Layers, find_layers
 from lightning_accel.compress.quantization.onnx import onnx_dynamic, onnx_float, onnx_static, sharing_export
+from lightning_accel.compress.quantization.onnx_blockwise import onnx_int4, onnx_int8
 from lightning_accel.compress.quantization.pt2e import (
     Ranges,
     compiled_bfloat16,
@@ -43,6 +44,7 @@ class _Maker(NamedTuple):
     devices: tuple[str, ...] = ("cpu",)
     files: tuple[str, ...] = ("pt2",)
     float_row: str = ""  # for a quantized form, the name of the float form of the same runtime
+    needs_limit: bool = False  # what it loses is more than rounding, so that somebody has to say how much it may be
 
 
 _ANY = ("cpu", "cuda")
@@ -61,6 +63,12 @@ _MAKERS = {
     ),
     "int8 ONNX Runtime dynamic": _Maker(
         "dynamic", "onnxruntime", onnx_dynamic, files=("onnx",), float_row="fp32 ONNX Runtime"
+    ),
+    "int8 ONNX Runtime weight-only": _Maker(
+        "weight_only", "onnxruntime", onnx_int8, files=("onnx",), float_row="fp32 ONNX Runtime"
+    ),
+    "int4 ONNX Runtime weight-only": _Maker(
+        "weight_only", "onnxruntime", onnx_int4, files=("onnx",), float_row="fp32 ONNX Runtime", needs_limit=True
     ),
 }
 # From the simplest: weight-only forms have no integers between layers, and dynamic ones need no calibration
@@ -156,12 +164,13 @@ def quantize(
         module: module in evaluation mode, on a CPU or GPU, which is not changed.
         inputs: calls, as positional and keyword arguments; input ranges are determined on all, latency on the first.
         mode: ``static`` fixes the input ranges of layers, ``dynamic`` computes them in each call, ``weight_only``
-            rounds only weights, ``auto`` is any.
+            rounds only weights, to 8 or 4 bits (in ONNX Runtime, whose products of these round inputs to 8 bits as they
+            go), ``auto`` is any.
         backend: runtime: ``pt2e`` (torchao's graphs, compiled), ``torchao``, ``onnxruntime``, ``inductor`` (no int8),
             or ``auto`` for any. On GPUs, ``torchao`` and ``inductor``.
         exclude: layers to keep in float: names or patterns of them (``"head"``, ``"blocks.*"``), or classes.
         limit: metrics of forms, and how much worse they may be. If a static form is too bad, its most sensitive layers
-            are kept in float until it is not.
+            are kept in float until it is not. The form in 4 bits is picked only within a limit.
         batch_sizes: batch sizes to measure, by default 1 and that of the first input. The last one decides.
         seconds: measurement time per form and batch size.
         ranges: input ranges of layers, where training found them.
@@ -188,13 +197,19 @@ def quantize(
     layers = find_layers(module, exclude)
     inputs = [sort_keywords(module.forward, call) for call in inputs]
     progress = Progress(None) if progress is None else progress
-    makers = {name: maker for name, maker in _MAKERS.items() if device.type in maker.devices}
+    is_limited = mode == "weight_only" or (limit is not None and limit.max_drop is not None)
+    makers = {
+        name: maker
+        for name, maker in _MAKERS.items()
+        if device.type in maker.devices and (is_limited or not maker.needs_limit)
+    }
     wanted = [name for name, maker in makers.items() if _is_wanted(maker, mode, backend, file_format)]
     trial = _Trial(module, inputs, limit, ranges, progress)
     with sharing_export():
         trial.make([name for name in makers if name in wanted or _is_compared(name, wanted)], layers)
         trial.evaluate()
         trial.refuse_worse(wanted, exclude)
+        trial.refuse_unlimited()
     return _pick(trial, wanted, batch_sizes, seconds)
 
 
@@ -255,6 +270,12 @@ class _Trial:
                     self._keep_sensitive_in_float(name, exclude, self.limit)
                 except Exception as error:
                     self.refused[name] += f", and with layers in float it fails: {_reason(error)}"
+
+    def refuse_unlimited(self) -> None:
+        """Refuse the forms that lose more than rounding where no limit says how much they may."""
+        if self.limit is None or self.limit.max_drop is None:
+            reason = "it is picked only within a limit on what it may lose: give max_drop"
+            self.refused |= {name: reason for name in self.made if _MAKERS[name].needs_limit}
 
     def _keep_sensitive_in_float(self, name: str, exclude: Iterable[Exclusion], limit: Limit) -> None:
         """Make the form with the fewest sensitive layers in float that is within the limit, if any is."""

@@ -215,7 +215,7 @@ def _table_of_rows(report: Report) -> Table:
     for batch in batches:
         table.add_column(f"ms at {batch}", justify="right")
         if quantized:
-            table.add_column("by int8 itself", justify="right")
+            table.add_column("by integers alone", justify="right")
     for name in metrics:
         table.add_column(name, justify="right")
     table.add_column("note")

@@ -1,0 +1,175 @@
+"""How fast, small and good is a language model whose weights have 8 or 4 bits, beside what is made by hand?
+
+python benchmarks/bench_weight_only.py [--quick] [--seeds 0 1 2] [--steps 1500] [--width 1024 --layers 12] [--json FILE]
+
+A small Llama of transformers, trained on the bytes that Python carries, gives the perplexity, per byte of 1,024 windows
+of the test text; 64 training windows calibrate. A Llama of random weights (width, layers), gives the speed: tokens a
+second of a prompt of 128, and of single tokens after it, with a cache, batch 1, one thread; forms take turns, and the
+median round is quoted. By hand: ONNX Runtime's own MatMulNBitsQuantizer with its defaults but for accuracy_level=4,
+without which nothing is gained, and torchao's Int8WeightOnlyConfig, compiled, in bfloat16.
+"""
+
+import argparse
+import copy
+import io
+import json
+import logging
+import math
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+import torch.nn.functional as F
+from bench_one_shot import NUM_TEST, calls_of, train
+from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+from onnxruntime.quantization.onnx_model import ONNXModel
+from torch import Tensor, nn
+
+from lightning_accel import TextDataModule
+from lightning_accel.compress import CachedDecoder
+from lightning_accel.compress.calls import Inputs, Run
+from lightning_accel.compress.quantization.layers import find_layers
+from lightning_accel.compress.quantization.onnx import OnnxCall, onnx_float, write_float_files
+from lightning_accel.compress.quantization.onnx_blockwise import onnx_int4, onnx_int8
+from lightning_accel.compress.quiet import suppress_output
+
+PROMPT = 128
+
+
+def by_hand(module: nn.Module, inputs: list[Inputs], bits: int) -> tuple[Run, int]:
+    """Return a call of the file that ONNX Runtime's quantizer makes, and its size."""
+    with tempfile.TemporaryDirectory() as folder, suppress_output():
+        structure, _, ready = write_float_files(module, inputs, Path(folder))
+        graph = ONNXModel(onnx.load(ready))
+    graph.replace_gemm_with_matmul()
+    quantizer = MatMulNBitsQuantizer(graph.model, bits=bits, accuracy_level=4)
+    quantizer.process()
+    content = quantizer.model.model.SerializeToString()
+    return OnnxCall(content, structure), len(content)
+
+
+def forms(module: nn.Module, inputs: list[Inputs]) -> dict[str, tuple[Run, int]]:
+    layers = find_layers(module)
+    made = {"fp32 eager": (module, size_of(module))}
+    for make in (onnx_float, onnx_int8, onnx_int4):
+        start = time.perf_counter()
+        form = make(module, inputs, layers)
+        made[form.name] = form.run, form.file_bytes or 0
+        print(f"{form.name}: made in {time.perf_counter() - start:.0f} s", flush=True)
+    for bits in (8, 4):
+        made[f"int{bits} by hand, ONNX Runtime"] = by_hand(module, inputs, bits)
+    return made
+
+
+def size_of(module: nn.Module) -> int:
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    return len(file.getbuffer())
+
+
+def torchao_by_hand(decoder: nn.Module) -> Run:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    copied = copy.deepcopy(decoder).bfloat16()
+    quantize_(copied, Int8WeightOnlyConfig())
+    compiled = torch.compile(copied, dynamic=False)
+
+    def run(*args: Tensor) -> Any:
+        return compiled(*(one.bfloat16() if one.is_floating_point() else one for one in args))
+
+    return run
+
+
+@torch.no_grad()
+def perplexity(run: Callable[[Tensor], Any], data: TextDataModule) -> float:
+    losses = []
+    for tokens in islice(data.test_dataloader(), NUM_TEST // data.batch_size):
+        logits = run(tokens[:, :-1])
+        losses.append(F.cross_entropy(logits.float().transpose(1, 2), tokens[:, 1:], reduction="none").mean(1))
+    return math.exp(float(torch.cat(losses).mean()))
+
+
+def quality(seeds: list[int], steps: int) -> dict[str, list[float]]:
+    data = TextDataModule(context_length=128, batch_size=16)
+    data.prepare_data()
+    data.setup()
+    found: dict[str, list[float]] = {}
+    for seed in seeds:
+        model = train("Llama", seed, steps, "cpu", data)
+        for name, (run, _) in forms(model, calls_of(data, model.device)).items():
+            found.setdefault(name, []).append(perplexity(run, data))
+    return found
+
+
+def random_llama(width: int, layers: int) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32_000, hidden_size=width, intermediate_size=width * 11 // 4, num_hidden_layers=layers,
+        num_attention_heads=width // 64, num_key_value_heads=max(1, width // 256), max_position_embeddings=2 * PROMPT,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).eval()
+
+
+@torch.no_grad()
+def speed(width: int, layers: int, rounds: int) -> dict[str, dict[str, float]]:
+    decoder = CachedDecoder(random_llama(width, layers), 2 * PROMPT).eval()
+    calls = decoder.calls(torch.randint(0, 32_000, (1, PROMPT)))
+    made = forms(decoder, calls) | {"int8 by hand, torchao, bf16": (torchao_by_hand(decoder), 0)}
+    times: dict[tuple[str, int], list[float]] = {}
+    for turn in range(rounds + 1):
+        for name, (run, _) in made.items():
+            for number, (args, _) in enumerate(calls):
+                for _ in range(1 if number == 0 else 5):
+                    start = time.perf_counter()
+                    run(*args)
+                    if turn:  # the first warms up
+                        times.setdefault((name, number), []).append(time.perf_counter() - start)
+    return {
+        name: {
+            "prompt": PROMPT / statistics.median(times[name, 0]),
+            "next": 1 / statistics.median(times[name, 1]),
+            "bytes": size,
+        }
+        for name, (_, size) in made.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="20 steps of one seed, and a small model's speed")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.getLogger("onnxruntime").setLevel(logging.WARNING)
+    torch.set_num_threads(1)
+    seeds, steps, size = options.seeds, options.steps, (options.width, options.layers)
+    if options.quick:
+        seeds, steps, size = [0], 20, (256, 2)
+    perplexities = quality(seeds, steps)
+    print("\n| form | perplexity, mean | of each seed |\n|---|---:|---|")
+    for name, values in perplexities.items():
+        print(f"| {name} | {statistics.mean(values):.4f} | {', '.join(f'{one:.4f}' for one in values)} |", flush=True)
+    speeds = speed(*size, rounds=3 if options.quick else 7)
+    print(f"\nLlama of width {size[0]}, {size[1]} layers")
+    print("| form | tokens/s, prompt | tokens/s, next | file, MB |\n|---|---:|---:|---:|")
+    for name, row in speeds.items():
+        print(f"| {name} | {row['prompt']:.0f} | {row['next']:.1f} | {row['bytes'] / 1e6:.0f} |")
+    if options.json:
+        options.json.write_text(json.dumps({"perplexity": perplexities, "speed": speeds}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

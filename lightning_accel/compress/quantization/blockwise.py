@@ -1,0 +1,113 @@
+"""Weights rounded to integers in blocks of inputs, each with a scale of its own.
+
+Shapes: M outputs, K inputs of a weight as a matrix, B inputs of a block.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_accel.compress.calibration.change import change_by_products_, compensate
+from lightning_accel.compress.calls import Inputs
+from lightning_accel.compress.pruning.prunable import find_prunable
+
+_COLUMNS = 128  # after which the remaining ones are updated, as in the paper of GPTQ; blocks divide it
+_CLIPPED = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # shares of the largest value of a block that its scale may cover
+
+
+class Rounded(NamedTuple):
+    """Hold a rounded matrix.
+
+    Attributes:
+        integers: (M, K) int8.
+        scales: (M, ceil(K / B)) float32, which the integers of a block are multiplied with.
+        block: B.
+    """
+
+    integers: Tensor
+    scales: Tensor
+    block: int
+
+    def values(self) -> Tensor:
+        """Return the matrix that the integers and scales stand for, (M, K) float32."""
+        return self.integers * self.scales.repeat_interleave(self.block, 1)[:, : self.integers.shape[1]]
+
+
+@torch.no_grad()
+def round_in_blocks(weight: Tensor, bits: int, block: int, products: Tensor | None = None) -> Rounded:
+    """Round a matrix to signed integers.
+
+    With ``products``, columns are rounded one after the other, and those to the right make up for the errors: Frantar
+    et al. 2022, GPTQ, https://arxiv.org/abs/2210.17323, algorithm 1, where scales are those of the columns as they are
+    then. The scale of a block is that with the smallest squared error among a few, from its largest value down.
+
+    Args:
+        weight: (M, K) float.
+        bits: 4 or 8.
+        block: B, a divisor of 128.
+        products: (K, K), sum of ``x.t() @ x`` over the inputs; None if they are not known.
+    """
+    weight, factor = compensate(weight.float(), None if products is None else products.float())
+    importance = torch.ones(weight.shape[1]).to(weight) if products is None else products.diagonal().float()
+    integers = torch.empty_like(weight, dtype=torch.int8)
+    scales = []
+    for begin in range(0, weight.shape[1], _COLUMNS):
+        part = weight[:, begin : begin + _COLUMNS]  # changed in place
+        rows = factor[begin : begin + _COLUMNS]  # (128, K)
+        square = rows[:, begin : begin + _COLUMNS]
+        errors = torch.zeros_like(part)
+        for column in range(part.shape[1]):
+            if column % block == 0:
+                places = slice(begin + column, begin + column + block)
+                scales.append(_scale(part[:, column : column + block], importance[places], bits))
+            whole = _round(part[:, column], scales[-1], bits)
+            integers[:, begin + column] = whole
+            errors[:, column] = (part[:, column] - whole * scales[-1]) / square[column, column]
+            part[:, column:] -= errors[:, column, None] * square[column, column:]
+        weight[:, begin + _COLUMNS :] -= errors @ rows[:, begin + _COLUMNS :]
+    return Rounded(integers, torch.stack(scales, 1), block)
+
+
+def _round(values: Tensor, scales: Tensor, bits: int) -> Tensor:
+    return (values / scales).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+
+
+def _scale(block: Tensor, importance: Tensor, bits: int) -> Tensor:
+    """Return the scale of each row of a block (M, B): (M,)."""
+    largest = block.abs().amax(1) / (2 ** (bits - 1) - 1)
+    largest = largest.where(largest > 0, 1)
+    if bits > 4:  # of 8 bits, clipping saves none
+        return largest
+    candidates = torch.stack([largest * share for share in _CLIPPED])  # (C, M)
+    errors = (_round(block, candidates[..., None], bits) * candidates[..., None] - block).square() @ importance
+    return candidates.gather(0, errors.argmin(0, keepdim=True))[0]
+
+
+def round_linear_layers(
+    module: nn.Module, inputs: Sequence[Inputs], names: Sequence[str], bits: int, block: int
+) -> dict[str, Rounded]:
+    """Round the weights of linear layers by calibration data, each on what the rounded layers before it make of it.
+
+    Args:
+        module: module on the CPU, which is not changed.
+        inputs: calls to calibrate on.
+        names: linear layers of ``module``.
+        bits: 4 or 8.
+        block: B.
+
+    Returns:
+        The rounded weights by layer, without those that share their weight with another or that no call reaches.
+    """
+    module = copy.deepcopy(module)
+    weights = {f"{name}.weight": name for name in names}
+    found = [one for one in find_prunable(module)[0] if one.name in weights]
+
+    def change(weight: Tensor, products: Tensor | None) -> tuple[Tensor, Rounded]:
+        rounded = round_in_blocks(weight, bits, block, products)
+        return rounded.values(), rounded
+
+    changes, _ = change_by_products_(module, inputs, found, change, of_pairs=True)
+    return {weights[name]: next(iter(made.values())) for name, made in changes.items() if len(made) == 1}

@@ -1,0 +1,138 @@
+"""Forms for ONNX Runtime whose weights are integers of 4 or 8 bits, with a scale for each block of inputs."""
+
+import tempfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_accel.compress.calls import Inputs
+from lightning_accel.compress.pruning.prunable import find_prunable
+from lightning_accel.compress.quantization.blockwise import Rounded, round_in_blocks, round_linear_layers
+from lightning_accel.compress.quantization.form import CannotConvertError, Form
+from lightning_accel.compress.quantization.layers import Layers
+from lightning_accel.compress.quantization.onnx import (
+    OnnxCall,
+    find_product_nodes,
+    require_onnxruntime,
+    weights_of,
+    write_float_files,
+)
+from lightning_accel.compress.quiet import suppress_output
+
+_DOMAIN = "com.microsoft"
+_BLOCKS = {4: 32, 8: 128}  # inputs of a scale: 8 bits lose as little with long ones, which are faster
+_IN_INT8 = 4  # the accuracy level at which inputs are rounded to int8, block by block; others are no faster than floats
+
+
+def onnx_int4(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
+    """Make a form with weights of products in 4 bits, rounded by GPTQ in linear layers."""
+    require_onnxruntime()
+    linear = [name for name, one in layers.quantized.items() if isinstance(one, nn.Linear)]
+    return _make_form(module, inputs, layers, 4, round_linear_layers(module, inputs, linear, 4, _BLOCKS[4]))
+
+
+def onnx_int8(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
+    """Make a form with weights of products in 8 bits."""
+    require_onnxruntime()
+    return _make_form(module, inputs, layers, 8, {})
+
+
+def _left(name: str, wanted: Collection[str]) -> str:
+    return "its product has no constant matrix" if name in wanted else "this form has products of layers alone"
+
+
+class _Product(NamedTuple):
+    """Hold a node of a product with a constant matrix."""
+
+    node: Any
+    layer: str  # name of the module that it was traced from, "" if it is not known
+    matrix: Tensor  # (M, K)
+    bias: str  # name of the tensor that is added, "" if there is none
+
+
+def _make_form(
+    module: nn.Module, inputs: Sequence[Inputs], layers: Layers, bits: int, known: Mapping[str, Rounded]
+) -> Form:
+    import onnx
+
+    with tempfile.TemporaryDirectory() as folder, suppress_output():
+        structure, written, ready = write_float_files(module, inputs, Path(folder))
+        names = {node.name: name for node, name in find_product_nodes(written, ready)}
+        model = onnx.load(ready)
+    wanted = {one.name.rpartition(".")[0] for one in find_prunable(module)[0]}  # no gates of experts
+    tied = {id(one.weight) for one in module.modules() if isinstance(one, nn.Embedding)}
+    wanted |= {name for name, one in layers.quantized.items() if id(one.weight) in tied}
+    wanted -= layers.excluded
+    products = [one for one in _find_products(model.graph, names) if one.layer in wanted]
+    if not products:
+        raise CannotConvertError("no layer's product has a constant matrix in its graph")
+    for one in products:
+        rounded = known.get(one.layer)
+        if rounded is None or not torch.equal(module.get_submodule(one.layer).weight, one.matrix):  # type: ignore[arg-type]
+            rounded = round_in_blocks(one.matrix, bits, _BLOCKS[bits])  # an operator was folded into it, say
+        _replace(model.graph, one, rounded, bits)
+    used = {name for node in model.graph.node for name in node.input}
+    for tensor in [one for one in model.graph.initializer if one.name not in used]:
+        model.graph.initializer.remove(tensor)
+    if all(one.domain != _DOMAIN for one in model.opset_import):
+        model.opset_import.append(onnx.helper.make_opsetid(_DOMAIN, 1))
+    content = model.SerializeToString()
+    form = Form(f"int{bits} ONNX Runtime weight-only", OnnxCall(content, structure), onnx=content)
+    form.file_bytes = len(content)
+    done = {one.layer for one in products}
+    form.left_float = {
+        name: layers.left_float[name] if name in layers.excluded else _left(name, wanted)
+        for name, one in module.named_modules()
+        if name not in done and any(True for _ in weights_of(one))
+    }
+    return form
+
+
+def _find_products(graph: Any, names: Mapping[str, str]) -> Iterator[_Product]:
+    from onnx import numpy_helper
+
+    constants = {one.name: one for one in graph.initializer}
+    for node in graph.node:
+        if node.op_type not in ("MatMul", "Gemm") or node.input[1] not in constants:
+            continue
+        options = {one.name: one.f if one.name in ("alpha", "beta") else one.i for one in node.attribute}
+        if options.get("transA", 0) or options.get("alpha", 1) != 1 or options.get("beta", 1) != 1:
+            continue
+        values = numpy_helper.to_array(constants[node.input[1]])
+        bias = node.input[2] if len(node.input) > 2 else ""
+        if values.ndim != 2 or values.dtype != np.float32 or (bias and len(constants[bias].dims) != 1):
+            continue
+        matrix = torch.from_numpy(values.copy())
+        yield _Product(node, names.get(node.name, ""), matrix if options.get("transB", 0) else matrix.t(), bias)
+
+
+def _replace(graph: Any, product: _Product, rounded: Rounded, bits: int) -> None:
+    """Put a product with integers in place of that with floats."""
+    from onnx import helper, numpy_helper
+
+    node, (num_out, num_in) = product.node, product.matrix.shape
+    stem = f"{node.input[1]}_{node.output[0]}"
+    added = {f"{stem}_int{bits}": pack(rounded.integers, bits, rounded.block), f"{stem}_scales": rounded.scales}
+    graph.initializer.extend(numpy_helper.from_array(value.contiguous().numpy(), name) for name, value in added.items())
+    tensors = [node.input[0], *added, *(["", "", product.bias] if product.bias else [])]
+    new = helper.make_node(
+        "MatMulNBits", tensors, list(node.output), node.name, domain=_DOMAIN,
+        K=num_in, N=num_out, bits=bits, block_size=rounded.block, accuracy_level=_IN_INT8,
+    )  # fmt: skip
+    place = next(number for number, one in enumerate(graph.node) if one is node or one == node)
+    graph.node.insert(place, new)
+    graph.node.remove(node)
+
+
+def pack(integers: Tensor, bits: int, block: int) -> Tensor:
+    """Pack signed integers (M, K) as ONNX Runtime's MatMulNBits reads them, (M, ceil(K / B), B * bits / 8) uint8."""
+    num_out, num_in = integers.shape
+    zero = 2 ** (bits - 1)  # integers are unsigned there, with this one in the middle
+    padded = integers.new_zeros(num_out, -(-num_in // block) * block)
+    padded[:, :num_in] = integers
+    unsigned = (padded.int() + zero).to(torch.uint8).view(num_out, -1, block)
+    return unsigned if bits == 8 else unsigned[..., ::2] | unsigned[..., 1::2] << 4

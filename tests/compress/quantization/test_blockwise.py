@@ -1,0 +1,189 @@
+"""Weights in integers of 4 and 8 bits with scales of blocks: rounding, packing, and the forms of ONNX Runtime."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_accel.callbacks.deployment.copies import find_deployed
+from lightning_accel.compress import quantize
+from lightning_accel.compress.quantization import onnx_blockwise
+from lightning_accel.compress.quantization.blockwise import Rounded, round_in_blocks, round_linear_layers
+from lightning_accel.compress.quantization.inputs import noise_share
+from lightning_accel.compress.quantization.layers import find_layers
+from lightning_accel.compress.quantization.onnx_blockwise import onnx_int4, onnx_int8, pack
+from lightning_accel.compress.quantization.quantized import Limit, NothingPickedError
+from tests.zoo import ZOO
+
+DOUBLE = torch.float64
+
+
+def correlated(rows, features):
+    mixed = torch.randn(rows, features, dtype=DOUBLE) @ torch.randn(features, features, dtype=DOUBLE)
+    return mixed * torch.logspace(0, -2, features, dtype=DOUBLE) / math.sqrt(features)
+
+
+def best_scale(row, importance, bits):
+    """Return the scale of one row of a block with the smallest weighted squared error."""
+    largest = max(abs(value) for value in row) / (2 ** (bits - 1) - 1) or 1.0
+    shares = [1.0] if bits == 8 else [1 - 0.05 * step for step in range(7)]
+
+    def error(share):
+        scale = largest * share
+        return sum(
+            own * (scale * max(-(2 ** (bits - 1)), min(2 ** (bits - 1) - 1, round(value / scale))) - value) ** 2
+            for own, value in zip(importance, row, strict=False)
+        )
+
+    return largest * min(shares, key=error)
+
+
+def round_by_inverses(weight, products, bits, block):
+    """Round columns one by one, with the inverse of what is left computed anew: the optimal brain surgeon's step."""
+    importance = products.diagonal().tolist()
+    products = products + 0.01 * products.diagonal().mean() * torch.eye(len(products), dtype=DOUBLE)
+    weight, values = weight.clone(), torch.zeros_like(weight)
+    for column in range(weight.shape[1]):
+        if column % block == 0:
+            places = slice(column, column + block)
+            scales = torch.tensor([best_scale(row, importance[places], bits) for row in weight[:, places].tolist()])
+        inverse = torch.linalg.inv(products[column:, column:])
+        whole = (weight[:, column] / scales).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+        values[:, column] = whole * scales
+        weight[:, column:] -= (weight[:, column] - values[:, column])[:, None] * inverse[0] / inverse[0, 0]
+    return values
+
+
+@pytest.mark.parametrize(("bits", "block"), [(4, 32), (8, 128)])
+def test_errors_are_made_up_for_as_by_inverses(bits, block):
+    x, weight = correlated(500, 150), torch.randn(7, 150, dtype=DOUBLE)
+    products = x.t() @ x
+    rounded = round_in_blocks(weight, bits, block, products)
+    expected = round_by_inverses(weight, products, bits, block)
+    same = (rounded.values() - expected).abs() < 1e-4
+    assert same.float().mean() > 0.97  # float32 rounds a few the other way, and then all to their right
+    off = lambda values: float(((values.to(DOUBLE) - weight) @ x.t()).norm())  # noqa: E731
+    assert off(rounded.values()) == pytest.approx(off(expected), rel=0.02)
+    assert off(rounded.values()) < 0.7 * off(round_in_blocks(weight, bits, block).values())
+
+
+def test_without_inputs_each_weight_goes_to_the_nearest():
+    weight = torch.randn(5, 70)
+    weight[1, :32] = 0
+    rounded = round_in_blocks(weight, 4, 32)
+    scales = [[best_scale(row[at : at + 32], [1.0] * 32, 4) for at in range(0, 70, 32)] for row in weight.tolist()]
+    torch.testing.assert_close(rounded.scales, torch.tensor(scales))
+    torch.testing.assert_close(rounded.scales.repeat_interleave(32, 1)[:, :70] * rounded.integers, rounded.values())
+    assert (rounded.values() - weight)[1, :32].eq(0).all()
+    assert rounded.integers.min() >= -8
+    assert rounded.integers.max() <= 7
+
+
+def test_layers_are_rounded_on_what_rounded_layers_make():
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 40)).eval()
+    x = correlated(300, 64).float()
+    found = round_linear_layers(module, [((x,), {})], ["0", "2"], 4, 32)
+    first = round_in_blocks(module[0].weight.detach(), 4, 32, x.t() @ x)
+    assert torch.equal(found["0"].integers, first.integers)
+    with torch.no_grad():
+        hidden = nn.functional.linear(x, first.values(), module[0].bias).relu()
+    second = round_in_blocks(module[2].weight.detach(), 4, 32, hidden.t() @ hidden)
+    assert found["2"].integers.eq(second.integers).float().mean() > 0.99
+    assert module[0].weight.unique().numel() > 1000  # the module is not changed
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packs_as_it_is_read(bits):
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
+    integers = torch.randint(low, high, (3, 70), dtype=torch.int8)
+    packed = pack(integers, bits, 32)
+    assert packed.shape == (3, 3, 32 * bits // 8)
+    for row, column in [(0, 0), (1, 33), (2, 69), (0, 68)]:
+        block, place = divmod(column, 32)
+        if bits == 8:
+            value = int(packed[row, block, place])
+        else:
+            value = int(packed[row, block, place // 2]) >> 4 * (place % 2) & 15
+        assert value + low == integers[row, column]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(70, 48), nn.Linear(48, 5, bias=False)
+        self.head = nn.Linear(48, 3)
+
+    def forward(self, x):
+        hidden = self.first(x).relu()
+        return self.second(hidden), self.head(hidden)
+
+
+@pytest.mark.parametrize(("make", "bits"), [(onnx_int4, 4), (onnx_int8, 8)])
+def test_files_compute_what_the_integers_stand_for(make, bits, monkeypatch):
+    pytest.importorskip("onnxruntime")
+    monkeypatch.setattr(onnx_blockwise, "_IN_INT8", 0)  # inputs stay float
+    module, x = Net().eval(), torch.randn(40, 70)
+    form = make(module, [((x,), {})], find_layers(module, ["head"]))
+    assert form.name == f"int{bits} ONNX Runtime weight-only"
+    assert list(form.left_float) == ["head"]
+    block = onnx_blockwise._BLOCKS[bits]
+    known = round_linear_layers(module, [((x,), {})], ["first", "second"], 4, block) if bits == 4 else {}
+    values = {
+        name: known.get(name, round_in_blocks(getattr(module, name).weight.detach(), bits, block)).values()
+        for name in ("first", "second")
+    }
+    hidden = nn.functional.linear(x, values["first"], module.first.bias).relu()
+    found = form.run(x[:7])
+    torch.testing.assert_close(found[0], (hidden @ values["second"].t())[:7], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[1], module.head(hidden)[:7], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt2", "olmoe"])
+def test_language_models_of_transformers(name):
+    """Tied embeddings and grouped queries in Llama, weights of (inputs, outputs) in GPT-2, fused experts in OLMoE."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("onnxruntime")
+    found = find_deployed(ZOO[name].make().eval(), ZOO[name].loader(), None, 2, None)
+    layers = find_layers(found.module)
+    for make, limit in ((onnx_int8, 0.02), (onnx_int4, 0.2)):
+        form = make(found.module, found.inputs, layers)
+        left = ("embed", "wte", "wpe", "mlp.gate", "experts")  # OLMoE's gather weights of experts for each token
+        assert not [one for one in form.left_float if not one.endswith(left) and "embed" not in one]
+        args, kwargs = found.inputs[0]
+        with torch.no_grad():
+            assert noise_share(found.module(*args, **kwargs), form.run(*args, **kwargs)) < limit
+
+
+@pytest.mark.slow
+def test_four_bits_are_picked_within_a_limit_alone():
+    pytest.importorskip("onnxruntime")
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)).eval(), torch.randn(32, 64)
+    calls = [((x,), {})]
+
+    def evaluate(run):
+        with torch.no_grad():
+            return {"error": float((run(x) - module(x)).abs().mean())}
+
+    name = "int4 ONNX Runtime weight-only"
+    options = {"mode": "weight_only", "backend": "onnxruntime", "seconds": 0.01, "batch_sizes": [32]}
+    free = quantize(module, calls, **options)
+    assert "give max_drop" in free.refused[name]
+    assert free.name == "int8 ONNX Runtime weight-only"
+    assert next(row for row in free.report.rows if row.name == name).latencies  # it is measured all the same
+    within = quantize(module, calls, **options, limit=Limit(evaluate, "error", 1.0, higher_is_better=False))
+    assert name in {*within.ties, within.name}
+    tight = Limit(evaluate, "error", 0.0, higher_is_better=False)
+    with pytest.raises(NothingPickedError) as failure:
+        quantize(module, calls, **options, limit=tight)
+    assert "error is" in str(failure.value)
+    plain = quantize(module, calls, "auto", "onnxruntime", seconds=0.01, batch_sizes=[32])
+    assert name not in {row.name for row in plain.report.rows}  # nor made
+
+
+def test_values_have_the_last_block_cut():
+    rounded = Rounded(torch.ones(2, 5, dtype=torch.int8), torch.tensor([[2.0, 3.0], [4.0, 5.0]]), block=3)
+    assert rounded.values().tolist() == [[2.0] * 3 + [3.0] * 2, [4.0] * 3 + [5.0] * 2]
