@@ -339,21 +339,16 @@ def _run_as_module(module: nn.Module, run: Run, postprocess: nn.Module | None, *
     return restore(output, iter({**named_tensors(output, others=[]), **given}.values()))
 
 
-def file_format_for_quantized(trainer: L.Trainer) -> str | None:
-    """Return the format in which the Trainer's Export callback writes what was quantized, None if any will do.
+def file_of_quantized(trainer: L.Trainer) -> tuple[str | None, int | None]:
+    """Return what the Trainer's Export callback writes of a model that was quantized.
 
-    Raises:
-        ValueError: if it writes another module than the one that was quantized.
+    Returns:
+        The format, None if any will do; and ``max_length``, if it writes a decoder of text.
     """
     exports = callbacks_of(trainer, Export)
-    if any(one.max_length is not None for one in exports):
-        raise ValueError(
-            "Export(max_length=...) writes a CachedDecoder of the model, which Quantization does not quantize; take "
-            "Quantization out of the Trainer, and after the fit quantize(decoder, decoder.calls(tokens)) and "
-            "export(decoder, decoder.calls(tokens), path, quantized=...) of lightning_accel.compress"
-        )
     formats = [one.format for one in exports if one.format != "auto"]
-    return formats[0] if formats else None
+    lengths = [one.max_length for one in exports if one.max_length is not None]
+    return next(iter(formats), None), next(iter(lengths), None)
 
 
 def _is_fixed_length(shape: Sequence[int | None]) -> bool:

@@ -24,13 +24,15 @@ from lightning_accel.callbacks.deployment.copies import (
     run_folder,
     run_in_first_process,
 )
-from lightning_accel.callbacks.deployment.export import file_format_for_quantized
+from lightning_accel.callbacks.deployment.export import file_of_quantized
 from lightning_accel.callbacks.deployment.loaders import in_random_order, undistributed
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.resume.random_state import restored_random_state
 from lightning_accel.callbacks.trainer_callbacks import not_logged
 from lightning_accel.compress.calls import Inputs, first_line, first_samples, num_samples, smallest_call
+from lightning_accel.compress.export.decoding import CachedDecoder, tokens_of
 from lightning_accel.compress.export.structure import Flat, Structure, tensors_of
+from lightning_accel.compress.quantization.decoding import quantize_decoder
 from lightning_accel.compress.quantization.fake_quant import FakeQuantized, attach, detach
 from lightning_accel.compress.quantization.form import CannotConvertError, export
 from lightning_accel.compress.quantization.inputs import noise_share
@@ -64,6 +66,9 @@ class Quantization(L.Callback):
     ``result``, and the fastest at each batch size in ``result.picks``; a report goes to ``figures/`` in the run folder,
     and :class:`~lightning_accel.callbacks.Export` writes the file. If no form can be picked, the report and a warning
     give the reasons, and the module is kept in float.
+
+    Beside ``Export(max_length=...)``, which writes a decoder of text, the forms that validation allows are made of that
+    decoder, too, and the fastest at one token after a prompt is picked; a second report, ``decoding``, has their times.
 
     With ``mode="qat"`` linear layers and convolutions round their weights and inputs to int8 while they train, from
     ``begin`` on, with the grid of the later static form on this CPU: inputs have 8 bits with VNNI, else 7. No parameter
@@ -161,6 +166,8 @@ class Quantization(L.Callback):
         self.seconds = seconds
         self.device = device
         self._file_format: str | None = None
+        self._max_length: int | None = None  # of the decoder of text that is exported, if one is
+        self._reports: list[Report | None] = []
         self.result: Quantized | None = None
         self._layers: dict[str, FakeQuantized] = {}
         self._loaded: dict[str, Tensor] = {}
@@ -179,12 +186,17 @@ class Quantization(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        self._file_format = file_format_for_quantized(trainer)
+        self._file_format, self._max_length = file_of_quantized(trainer)
         kind = "static" if self.mode == "qat" else self.mode
         require_form(kind, self.backend, self.device, self._file_format)
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("Quantization(device='cuda') needs a GPU, and there is none; take device='cpu'")
         if self.mode == "qat":
+            if self._max_length is not None:
+                raise ValueError(
+                    "mode='qat' trains for a form of the model, and Export(max_length=...) writes a decoder; take "
+                    "mode='weight_only', or Export without max_length"
+                )
             if isinstance(trainer.strategy, PipelineStrategy):
                 raise ValueError(
                     "mode='qat' does not work under accel_pipeline, where each process has layers of its own. Train "
@@ -337,10 +349,13 @@ class Quantization(L.Callback):
         datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
         loaders = undistributed(trainer.train_dataloader), undistributed(trainer.val_dataloaders)
         try:
-            _save_report(self.convert(copied.to(self.device), *loaders, datamodule).report, folder)
+            self.convert(copied.to(self.device), *loaders, datamodule)
         except NothingPickedError as error:
-            _save_report(error.report, folder)
+            self._reports.append(error.report)
             raise
+        finally:
+            for report in self._reports:
+                _save_report(report, folder)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._in_batch = None  # other processes may not have got this far
@@ -365,9 +380,14 @@ class Quantization(L.Callback):
             NothingPickedError: if no form can be created, or none is within ``max_drop``; it holds the report.
         """
         detach(module)
+        self._reports = []
         with restored_random_state():
             deployed = self._find(module, train_loader, datamodule)
             self.result = self._quantize(module, deployed, val_loader, datamodule)
+            self._reports.append(self.result.report)
+            if self._max_length is not None:
+                self.result = self._quantize_decoder(module, deployed, self.result, self._max_length)
+                self._reports.append(self.result.report)
         self.result.deployed = deployed.name
         rank_zero_info(_summary(self.result, self.mode))
         return self.result
@@ -379,14 +399,9 @@ class Quantization(L.Callback):
     def _quantize(
         self, module: L.LightningModule, deployed: Deployed, loader: Any, datamodule: L.LightningDataModule | None
     ) -> Quantized:
-        prefix = f"{deployed.name}." if deployed.name else ""
-        excluded = [
-            name.removeprefix(prefix) if prefix != f"{name}." else ""  # the deployed module itself
-            for name in sorted(find_layers(module, self.exclude).excluded)
-            if f"{name}.".startswith(prefix)
-        ]
         ranges = None
         if self.mode == "qat":
+            prefix = f"{deployed.name}." if deployed.name else ""
             ranges = {
                 name.removeprefix(prefix): (float(layer.range[0]), float(layer.range[1]))
                 for name, layer in self._layers.items()
@@ -407,7 +422,7 @@ class Quantization(L.Callback):
             deployed.inputs,
             "static" if self.mode == "qat" else self.mode,
             self.backend,
-            exclude=excluded,
+            exclude=self._excluded_of(module, deployed),
             limit=limit,
             batch_sizes=self._batch_sizes(deployed.inputs[0]),
             seconds=self.seconds,
@@ -415,6 +430,31 @@ class Quantization(L.Callback):
             file_format=self._file_format,
             progress=Progress(rank_zero_info, "quantization"),
         )
+
+    def _quantize_decoder(
+        self, module: L.LightningModule, deployed: Deployed, judged: Quantized, max_length: int
+    ) -> Quantized:
+        assert self.mode != "qat"
+        return quantize_decoder(
+            CachedDecoder(deployed.module, max_length),
+            tokens_of(deployed.inputs[0], max_length),
+            judged,
+            self.mode,
+            self.backend,
+            exclude=self._excluded_of(module, deployed),
+            seconds=self.seconds,
+            file_format=self._file_format,
+            progress=Progress(rank_zero_info, "decoding"),
+        )
+
+    def _excluded_of(self, module: L.LightningModule, deployed: Deployed) -> list[str]:
+        """Return the names of the layers to exclude within the deployed module, "" for itself."""
+        prefix = f"{deployed.name}." if deployed.name else ""
+        return [
+            name.removeprefix(prefix) if prefix != f"{name}." else ""
+            for name in sorted(find_layers(module, self.exclude).excluded)
+            if f"{name}.".startswith(prefix)
+        ]
 
     def _batch_sizes(self, call: Inputs) -> list[int] | None:
         """Return the batch sizes to measure, the one that decides last."""

@@ -50,7 +50,7 @@ class _Maker(NamedTuple):
 _ANY = ("cpu", "cuda")
 
 
-_MAKERS = {
+MAKERS = {
     "fp32 compiled": _Maker("float", "inductor", compiled_float, _ANY, ("pt2", "onnx")),
     "bf16 compiled": _Maker("float", "inductor", compiled_bfloat16, _ANY),
     "fp32 ONNX Runtime": _Maker("float", "onnxruntime", onnx_float, files=("onnx",)),
@@ -200,21 +200,21 @@ def quantize(
     is_limited = mode == "weight_only" or (limit is not None and limit.max_drop is not None)
     makers = {
         name: maker
-        for name, maker in _MAKERS.items()
+        for name, maker in MAKERS.items()
         if device.type in maker.devices and (is_limited or not maker.needs_limit)
     }
-    wanted = [name for name, maker in makers.items() if _is_wanted(maker, mode, backend, file_format)]
-    trial = _Trial(module, inputs, limit, ranges, progress)
+    wanted = [name for name, maker in makers.items() if is_wanted(maker, mode, backend, file_format)]
+    trial = Trial(module, inputs, limit, ranges, progress)
     with sharing_export():
-        trial.make([name for name in makers if name in wanted or _is_compared(name, wanted)], layers)
+        trial.make([name for name in makers if name in wanted or is_compared(name, wanted)], layers)
         trial.evaluate()
         trial.refuse_worse(wanted, exclude)
         trial.refuse_unlimited()
-    return _pick(trial, wanted, batch_sizes, seconds)
+    return pick(trial, wanted, batch_sizes, seconds)
 
 
 @dataclass
-class _Trial:
+class Trial:
     """Hold the forms that were made, their figures, and the reasons for those that may not be picked, by name."""
 
     module: nn.Module
@@ -238,8 +238,8 @@ class _Trial:
                 self.refused[name] = _reason(error)
 
     def _make(self, name: str, layers: Layers) -> Form:
-        options = {"ranges": self.ranges} if _MAKERS[name].kind == "static" else {}
-        return _MAKERS[name].make(self.module, self.inputs, layers, **options)
+        options = {"ranges": self.ranges} if MAKERS[name].kind == "static" else {}
+        return MAKERS[name].make(self.module, self.inputs, layers, **options)
 
     def evaluate(self) -> None:
         if self.limit is None:
@@ -264,7 +264,7 @@ class _Trial:
                 continue
             worse = self.limit.drop(self.figures[_EAGER], self.figures[name])
             self.refused[name] = f"{self.limit.monitor} is {worse:.4g} worse"
-            if name in wanted and _MAKERS[name].kind == "static":
+            if name in wanted and MAKERS[name].kind == "static":
                 self.progress(f"{name}: {self.refused[name]}; leaves layers in float")
                 try:
                     self._keep_sensitive_in_float(name, exclude, self.limit)
@@ -275,7 +275,7 @@ class _Trial:
         """Refuse the forms that lose more than rounding where no limit says how much they may."""
         if self.limit is None or self.limit.max_drop is None:
             reason = "it is picked only within a limit on what it may lose: give max_drop"
-            self.refused |= {name: reason for name in self.made if _MAKERS[name].needs_limit}
+            self.refused |= {name: reason for name in self.made if MAKERS[name].needs_limit}
 
     def _keep_sensitive_in_float(self, name: str, exclude: Iterable[Exclusion], limit: Limit) -> None:
         """Make the form with the fewest sensitive layers in float that is within the limit, if any is."""
@@ -302,9 +302,9 @@ def require_form(mode: str, backend: str, device_type: str, file_format: str | N
     """
     require_one_of("mode", mode, get_args(Mode))
     require_one_of("backend", backend, get_args(Backend))
-    here = [maker for maker in _MAKERS.values() if device_type in maker.devices]
-    if not any(_is_wanted(maker, mode, backend, file_format) for maker in here):
-        fitting = [maker for maker in here if maker.kind != "float" and _is_wanted(maker, "auto", "auto", file_format)]
+    here = [maker for maker in MAKERS.values() if device_type in maker.devices]
+    if not any(is_wanted(maker, mode, backend, file_format) for maker in here):
+        fitting = [maker for maker in here if maker.kind != "float" and is_wanted(maker, "auto", "auto", file_format)]
         pairs = sorted({f"mode={maker.kind!r}, backend={maker.backend!r}" for maker in fitting})
         file = "" if file_format is None else f" that a file of format {file_format!r} can hold"
         raise ValueError(
@@ -328,22 +328,23 @@ def require_similar_outputs(form: Form, module: nn.Module, inputs: Inputs) -> Fo
     return form
 
 
-def _is_wanted(maker: _Maker, mode: str, backend: str, file_format: str | None) -> bool:
+def is_wanted(maker: _Maker, mode: str, backend: str, file_format: str | None) -> bool:
+    """Return whether a form of this kind may be picked under these options."""
     fits = file_format is None or file_format in maker.files
     return fits and backend in ("auto", maker.backend) and (mode in ("auto", maker.kind) or backend == "inductor")
 
 
-def _is_compared(name: str, wanted: Sequence[str]) -> bool:
+def is_compared(name: str, wanted: Sequence[str]) -> bool:
     """Return whether a form is a baseline: a compiled float one, or the float form of a wanted runtime."""
-    maker = _MAKERS[name]
+    maker = MAKERS[name]
     if maker.kind != "float":
         return False
-    return maker.backend != "onnxruntime" or any(_MAKERS[other].float_row == name for other in wanted)
+    return maker.backend != "onnxruntime" or any(MAKERS[other].float_row == name for other in wanted)
 
 
 def _float_row(name: str, device: torch.device) -> str:
     """Return the name of the float form of the runtime of form ``name``, or "" if it is one itself."""
-    found = _MAKERS[name].float_row if name in _MAKERS else ""
+    found = MAKERS[name].float_row if name in MAKERS else ""
     # On GPUs, other operations of torchao's forms are in bfloat16
     return "bf16 compiled" if found and device.type == "cuda" else found
 
@@ -357,12 +358,19 @@ def _powers_of_two(total: int) -> list[int]:
     return sorted({*(2**power for power in range(20) if 2**power < total), total - 1} - {0})
 
 
-def _pick(trial: _Trial, wanted: Sequence[str], batch_sizes: Sequence[int] | None, seconds: float) -> Quantized:
+def pick(
+    trial: Trial,
+    wanted: Sequence[str],
+    batch_sizes: Sequence[int] | None,
+    seconds: float,
+    timed: Inputs | None = None,
+) -> Quantized:
+    """Measure the forms on ``timed``, by default the first call, and pick the fastest of those that are ``wanted``."""
     made, refused = trial.made, trial.refused
     candidates = [name for name in made if name in wanted and name not in refused]
     rows = measure_forms(
         trial.module,
-        trial.inputs[0],
+        trial.inputs[0] if timed is None else timed,
         {_EAGER: trial.module} | {name: form.run for name, form in made.items()},
         batches=batch_sizes,
         seconds=seconds,
@@ -418,7 +426,7 @@ def _preference(name: str, close: Sequence[str], made: Mapping[str, Form]) -> tu
     sizes = [size for other in close if (size := made[other].file_bytes) is not None]
     own = made[name].file_bytes
     is_large = own is None or own > _SIMILAR * min(sizes)
-    return is_large, _SIMPLEST_FIRST.index(_MAKERS[name].kind), 0 if name == close[0] else 1
+    return is_large, _SIMPLEST_FIRST.index(MAKERS[name].kind), 0 if name == close[0] else 1
 
 
 def _faster_float(chosen: str, latencies: Mapping[str, Latency], refused: Mapping[str, str]) -> str | None:
@@ -426,7 +434,7 @@ def _faster_float(chosen: str, latencies: Mapping[str, Latency], refused: Mappin
     faster = [
         name
         for name in latencies
-        if (name == _EAGER or _MAKERS[name].kind == "float")
+        if (name == _EAGER or MAKERS[name].kind == "float")
         and name not in refused
         and speedup(latencies[name], latencies[chosen]).is_faster
     ]
@@ -438,7 +446,7 @@ def _layers(module: nn.Module, inputs: Inputs, name: str, form: Form) -> list[La
     found = []
     weights = {key: [w for w in one.parameters(recurse=False) if w.ndim > 1] for key, one in module.named_modules()}
     for layer in describe_layers(module, *smallest_call(module, inputs), notes=form.left_float):
-        if _MAKERS[name].float_row and weights[layer.name] and layer.name not in form.left_float:
+        if MAKERS[name].float_row and weights[layer.name] and layer.name not in form.left_float:
             layer = layer._replace(dtype=name.split()[0])
         elif layer.dtype and name.startswith("bf16"):
             layer = layer._replace(dtype="bfloat16")

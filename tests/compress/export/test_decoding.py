@@ -1,3 +1,5 @@
+import json
+
 import lightning as L
 import pytest
 import torch
@@ -203,12 +205,42 @@ def test_export_after_a_fit(tmp_path):
     assert [row["name"] for row in callback.report.as_dict()["rows"]] == ["fp32 eager", "pt2 file"]
 
 
+@SLOW
+def test_the_decoder_is_written_in_the_form_that_is_fastest_at_a_token(tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("onnxruntime")
+    module = ZOO["llama"].make()
+    quantization = Quantization(
+        "weight_only", "onnxruntime", module="model", exclude=["model.lm_head"], monitor="val_loss", monitor_mode="min",
+        max_drop=1.0, seconds=0.05,
+    )  # fmt: skip
+    export = Export(module="model", max_length=MAX_LENGTH, compare=False)
+    fit(module, "llama", tmp_path, quantization, export)
+    forms = {"int8 ONNX Runtime weight-only", "int4 ONNX Runtime weight-only"}
+    assert quantization.result.name in forms
+    of_model, of_decoder = (
+        {row["name"]: row for row in json.loads((tmp_path / f"figures/{name}.json").read_text())["rows"]}
+        for name in ("quantization", "decoding")
+    )
+    for name in forms:
+        assert of_decoder[name]["metrics"] == of_model[name]["metrics"]
+        assert of_decoder[name]["latencies"] != of_model[name]["latencies"]
+        assert "model.lm_head" in of_decoder[name]["note"]
+    assert export.exported.path.suffix == ".onnx"
+    decoder = CachedDecoder(module.model.eval(), MAX_LENGTH)
+    (args, _), _ = decoder.calls(prompts())
+    exact, found = decoder(*args).logits, quantization.result.run(*args).logits
+    assert 1e-6 < (found - exact).abs().max() < 0.2 * exact.abs().max()
+    texts = load_compressed(export.exported.path).generate(prompts(), 4, temperature=0)
+    assert torch.equal(texts[:, prompts().shape[1]], found.argmax(-1))
+
+
 def test_what_cannot_work_is_refused_before_training(tmp_path):
     pytest.importorskip("transformers")
     with pytest.raises(TypeError, match=r"BertForSequenceClassification has no cache .*Export it without max_length"):
         fit(ZOO["bert"].make(), "bert", tmp_path, Export(module="model", max_length=MAX_LENGTH))
-    with pytest.raises(ValueError, match="which Quantization does not quantize; take Quantization out of the Trainer"):
-        fit(ZOO["llama"].make(), "llama", tmp_path, Export(max_length=MAX_LENGTH), Quantization())
+    with pytest.raises(ValueError, match=r"Export\(max_length=...\) writes a decoder; take mode='weight_only'"):
+        fit(ZOO["llama"].make(), "llama", tmp_path, Export(max_length=MAX_LENGTH), Quantization("qat"))
     with pytest.raises(ValueError, match="leave preprocess and postprocess"):
         Export(max_length=8, postprocess="probabilities")
     with pytest.raises(ValueError, match="called with prompts and single tokens: leave dynamic=True"):

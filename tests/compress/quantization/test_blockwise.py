@@ -124,11 +124,12 @@ class Net(nn.Module):
 def test_files_compute_what_the_integers_stand_for(make, bits, monkeypatch):
     pytest.importorskip("onnxruntime")
     monkeypatch.setattr(onnx_blockwise, "_IN_INT8", 0)  # inputs stay float
+    monkeypatch.setattr(onnx_blockwise, "BLOCK", 32)
     module, x = Net().eval(), torch.randn(40, 70)
     form = make(module, [((x,), {})], find_layers(module, ["head"]))
     assert form.name == f"int{bits} ONNX Runtime weight-only"
     assert list(form.left_float) == ["head"]
-    block = onnx_blockwise._BLOCKS[bits]
+    block = onnx_blockwise.BLOCK
     known = round_linear_layers(module, [((x,), {})], ["first", "second"], 4, block) if bits == 4 else {}
     values = {
         name: known.get(name, round_in_blocks(getattr(module, name).weight.detach(), bits, block)).values()
