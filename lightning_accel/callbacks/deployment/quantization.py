@@ -437,7 +437,7 @@ class Quantization(L.Callback):
         assert self.mode != "qat"
         return quantize_decoder(
             CachedDecoder(deployed.module, max_length),
-            tokens_of(deployed.inputs[0], max_length),
+            [tokens_of(call, max_length) for call in deployed.inputs],
             judged,
             self.mode,
             self.backend,

@@ -1,6 +1,6 @@
 """Quantization of decoders of text: forms that are good enough for the model, picked by the time of a token."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -23,7 +23,7 @@ from lightning_accel.compress.report.progress import Progress
 
 def quantize_decoder(
     decoder: CachedDecoder,
-    tokens: Tensor,
+    texts: Sequence[Tensor],
     judged: Quantized,
     mode: Mode = "auto",
     backend: Backend = "auto",
@@ -37,7 +37,7 @@ def quantize_decoder(
 
     Args:
         decoder: in evaluation mode; not changed.
-        tokens: prompts (B, T) int64, which calibrate, too.
+        texts: batches of prompts (B, T) int64, which calibrate; the next token of the first batch is timed.
         judged: the forms of ``decoder.model`` with their metrics, of :func:`~lightning_accel.compress.quantize`.
         mode: as there.
         backend: as there.
@@ -51,15 +51,16 @@ def quantize_decoder(
 
     Raises:
         NothingPickedError: if none of the forms can be made of the decoder.
-        ValueError: if the tokens are too few or too many.
+        ValueError: if a text is too short or too long.
     """
     assert judged.report is not None
     rows = {row.name: row for row in judged.report.rows if row.status not in ("refused", "failed")}
     here = [name for name, maker in MAKERS.items() if device_of(decoder).type in maker.devices]
     wanted = [name for name in here if name in rows and is_wanted(MAKERS[name], mode, backend, file_format)]
     layers = find_layers(decoder, [f"model.{name}".rstrip(".") for name in exclude])
-    calls = decoder.calls(tokens)
-    trial = Trial(decoder, calls, None, None, Progress(None) if progress is None else progress)
+    calls = decoder.calls(texts[0])
+    prompts = [decoder.calls(tokens)[0] for tokens in texts[1:]]
+    trial = Trial(decoder, [*calls, *prompts], None, None, Progress(None) if progress is None else progress)
     with sharing_export():
         trial.make([name for name in here if name in wanted or is_compared(name, wanted)], layers)
     result = pick(trial, wanted, None, seconds, timed=calls[1])

@@ -75,7 +75,7 @@ def _make_form(
         if rounded is None or not torch.equal(module.get_submodule(one.layer).weight, one.matrix):  # type: ignore[arg-type]
             rounded = round_in_blocks(one.matrix, bits, BLOCK)  # an operator was folded into it, say
         _replace(model.graph, one, rounded, bits)
-    used = {name for node in model.graph.node for name in node.input}
+    used = {name for node in model.graph.node for name in node.input} | {one.name for one in model.graph.output}
     for tensor in [one for one in model.graph.initializer if one.name not in used]:
         model.graph.initializer.remove(tensor)
     if all(one.domain != _DOMAIN for one in model.opset_import):

@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 from lightning_accel.callbacks import Export, Quantization
-from lightning_accel.compress import CachedDecoder, export, load_compressed, quantize
+from lightning_accel.compress import CachedDecoder, Quantized, Report, Row, export, load_compressed, quantize
 from lightning_accel.compress.export import loading
+from lightning_accel.compress.quantization.decoding import quantize_decoder
 from lightning_accel.models import MoELanguageModel
 from lightning_accel.ops.token_sampling import draw_tokens
 from tests.zoo import ZOO
@@ -233,6 +234,19 @@ def test_the_decoder_is_written_in_the_form_that_is_fastest_at_a_token(tmp_path)
     assert 1e-6 < (found - exact).abs().max() < 0.2 * exact.abs().max()
     texts = load_compressed(export.exported.path).generate(prompts(), 4, temperature=0)
     assert torch.equal(texts[:, prompts().shape[1]], found.argmax(-1))
+
+
+@SLOW
+def test_forms_that_were_refused_for_the_model_are_not_made_of_its_decoder():
+    pytest.importorskip("onnxruntime")
+    report, names = Report("quantization", "cpu"), [f"int{bits} ONNX Runtime weight-only" for bits in (8, 4)]
+    for name, status in zip(names, ("tie", "refused"), strict=True):
+        report.add(Row(name, status=status))
+    decoder = CachedDecoder(model_of("ours"), MAX_LENGTH)
+    judged = Quantized(names[0], decoder.model, report=report)
+    result = quantize_decoder(decoder, [prompts(), prompts(2)], judged, "weight_only", "onnxruntime", seconds=0.01)
+    assert result.name == names[0]
+    assert names[1] not in {row.name for row in result.report.rows}
 
 
 def test_what_cannot_work_is_refused_before_training(tmp_path):
