@@ -41,20 +41,20 @@ def change_by_products_(
         inputs: positional and keyword arguments of calls.
         found: weights of ``module``.
         change: called with a matrix (M, K) and statistics of its inputs, None for experts that got none; returns the
-            new matrix, and what is to be told of it.
+            new matrix, and a note on it for the caller.
         of_pairs: whether the statistics are the sum of ``x.t() @ x``, (K, K), in place of that of squares, (K,).
         multiple: of which K has to be one.
 
     Returns:
-        What ``change`` told of each matrix, by the name of the weight; and the reason for each that was not changed.
+        The notes on each matrix, by the name of the weight; and the reason for each weight that was not changed.
 
     Raises:
         ValueError: if a layer gets NaN or infinity; layers before it are changed then.
     """
     missed = _find_shared(module, found)
     found = [one for one in found if one.name not in missed]
-    told: dict[str, dict[Matrix, Any]] = {}
-    with ready_for_calibration(module), _contiguous([one.weight for one in found]):
+    notes: dict[str, dict[Matrix, Any]] = {}
+    with _ready_for_calibration(module), _contiguous([one.weight for one in found]):
         layers = find_layers_of(module, [one.module for one in found], inputs)
 
         def visit(layer: nn.Module, run: Callable[[], None]) -> None:
@@ -68,11 +68,11 @@ def change_by_products_(
                 if reason := _reason_not_changed(one, own, multiple):
                     missed[name] = reason
                 else:
-                    told[name] = _change_weight(one, own, change)
+                    notes[name] = _change_weight(one, own, change)
 
         visit_layerwise(module, inputs, [*layers], visit)
-    missed |= {one.name: _UNSEEN for one in found if one.name not in told and one.name not in missed}
-    return {one.name: told[one.name] for one in found if one.name in told}, missed
+    missed |= {one.name: _UNSEEN for one in found if one.name not in notes and one.name not in missed}
+    return {one.name: notes[one.name] for one in found if one.name in notes}, missed
 
 
 def _find_shared(module: nn.Module, found: Sequence[Prunable]) -> dict[str, str]:
@@ -85,7 +85,7 @@ def _find_shared(module: nn.Module, found: Sequence[Prunable]) -> dict[str, str]
 
 
 @contextmanager
-def ready_for_calibration(module: nn.Module) -> Iterator[None]:
+def _ready_for_calibration(module: nn.Module) -> Iterator[None]:
     """Let calls run in evaluation mode, as operations that show their products."""
     training = {one: one.training for one in module.modules()}
     module.eval()
@@ -156,9 +156,9 @@ def _reason_not_changed(one: Prunable, statistics: Mapping[Matrix, Tensor], mult
 
 
 def _change_weight(one: Prunable, statistics: Mapping[Matrix, Tensor], change: Change) -> dict[Matrix, Any]:
-    """Change each matrix of a weight, and return what is told of it; experts without data have no statistics."""
+    """Change each matrix of a weight, and return the notes; experts without data have no statistics."""
     weight = one.weight
-    told: dict[Matrix, Any] = {}
+    notes: dict[Matrix, Any] = {}
     matrices: dict[Matrix, Tensor | None] = dict(statistics)
     if is_stacked(one.module, weight):
         size = weight.stride(0)
@@ -167,11 +167,11 @@ def _change_weight(one: Prunable, statistics: Mapping[Matrix, Tensor], change: C
                 matrices.setdefault(matrix._replace(offset=number * size + matrix.offset % size), None)
     for matrix, value in matrices.items():
         own = matrix.of(weight)
-        values, told[matrix] = change(own.to(torch.promote_types(own.dtype, torch.float32)), value)
+        values, notes[matrix] = change(own.to(torch.promote_types(own.dtype, torch.float32)), value)
         if not values.isfinite().all():
             raise ValueError(f"{one.name} would get NaN or infinity: it has weights that are not finite")
         own.copy_(values)
-    return told
+    return notes
 
 
 def compensate(weight: Tensor, products: Tensor | None) -> tuple[Tensor, Tensor]:
