@@ -312,7 +312,7 @@ def makers(monkeypatch):
     def put(**made):
         found = {name: _Maker(kind, "pt2e", maker, float_row=row[0] if row else "")
                  for name, (kind, maker, *row) in made.items()}  # fmt: skip
-        monkeypatch.setattr("lightning_accel.compress.quantization.quantized._MAKERS", found)
+        monkeypatch.setattr("lightning_accel.compress.quantization.quantized.MAKERS", found)
 
     return put
 
