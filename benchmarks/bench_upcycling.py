@@ -81,7 +81,7 @@ class Bytes(L.LightningModule):
         self.log("loss", self.loss(batch), batch_size=len(batch))
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        # Lightning's mixed precision refuses to clip for fused optimizers, which only loss scaling cannot have
+        # Lightning refuses this for fused optimizers in mixed precision, though it is wrong under loss scaling alone
         torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
 
     def configure_optimizers(self) -> Any:

@@ -76,8 +76,8 @@ class Quantization(L.Callback):
     state, and equal on all processes.
 
     Args:
-        mode: ``auto`` measures all kinds; ``static``, ``dynamic``, ``weight_only``, which for decoders of text is in 8
-            and 4 bits; ``qat`` trains for ``static``.
+        mode: ``auto`` measures all kinds; ``static``, ``dynamic``, ``weight_only``, in 8 bits, and in 4 within
+            ``max_drop``; ``qat`` trains for ``static``.
         backend: ``pt2e``, ``torchao``, ``onnxruntime``, ``inductor`` (compiled, no int8), or ``auto`` for any.
         calibrate: number of training samples for calibrating the ranges, and for rounding to 4 bits.
         exclude: layers that stay in float, or modules around them: names or patterns of them (``"head"``,

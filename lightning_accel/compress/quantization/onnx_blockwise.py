@@ -103,11 +103,13 @@ def _find_products(graph: Any, names: Mapping[str, str]) -> Iterator[_Product]:
         if options.get("transA", 0) or options.get("alpha", 1) != 1 or options.get("beta", 1) != 1:
             continue
         values = numpy_helper.to_array(constants[node.input[1]])
-        bias = node.input[2] if len(node.input) > 2 else ""
-        if values.ndim != 2 or values.dtype != np.float32 or (bias and len(constants[bias].dims) != 1):
+        if values.ndim != 2 or values.dtype != np.float32:
             continue
         matrix = torch.from_numpy(values.copy())
-        yield _Product(node, names.get(node.name, ""), matrix if options.get("transB", 0) else matrix.t(), bias)
+        matrix = matrix if options.get("transB", 0) else matrix.t()
+        bias = node.input[2] if len(node.input) > 2 else ""
+        if not bias or (bias in constants and list(constants[bias].dims) == [len(matrix)]):
+            yield _Product(node, names.get(node.name, ""), matrix, bias)
 
 
 def _replace(graph: Any, product: _Product, rounded: Rounded, bits: int) -> None:
@@ -123,8 +125,7 @@ def _replace(graph: Any, product: _Product, rounded: Rounded, bits: int) -> None
         "MatMulNBits", tensors, list(node.output), node.name, domain=_DOMAIN,
         K=num_in, N=num_out, bits=bits, block_size=rounded.block, accuracy_level=_IN_INT8,
     )  # fmt: skip
-    place = next(number for number, one in enumerate(graph.node) if one is node or one == node)
-    graph.node.insert(place, new)
+    graph.node.insert(list(graph.node).index(node), new)
     graph.node.remove(node)
 
 
