@@ -1,6 +1,8 @@
 """Pruning, quantization, export and latency measurement of any ``nn.Module``, without Lightning."""
 
-from lightning_accel.compress.channels.choice import choose_channels, score_channels
+from lightning_accel.compress.channels.blocks import measure_influence, plan_without_blocks
+from lightning_accel.compress.channels.choice import choose_channels, score_channels, score_channels_on_data
+from lightning_accel.compress.channels.experts import measure_expert_load, plan_without_experts
 from lightning_accel.compress.channels.groups import ChannelGroups, ChannelLayer, find_channel_groups
 from lightning_accel.compress.channels.plan import ChannelPlan, apply_plan_, load_pruned
 from lightning_accel.compress.export.decoding import CachedDecoder
@@ -44,14 +46,19 @@ __all__ = [
     "find_prunable",
     "load_compressed",
     "load_pruned",
+    "measure_expert_load",
     "measure_forms",
+    "measure_influence",
     "measure_latency",
     "plain_forms",
+    "plan_without_blocks",
+    "plan_without_experts",
     "prune_",
     "prune_on_data_",
     "quantize",
     "require_exportable",
     "score_channels",
+    "score_channels_on_data",
     "sparsity_at",
     "speedup",
 ]

@@ -150,7 +150,7 @@ class MoELanguageModel(SizedModel):
             TransformerBlock(dim, num_heads, feed_forward(number), dropout) for number in range(num_layers)
         )
         self.norm = nn.RMSNorm(dim)
-        gates = [block.feed_forward.gate for block in self.blocks if isinstance(block.feed_forward, MixtureOfExperts)]
+        gates = self._gates()
         if any(not getattr(gate, "causal", True) for gate in gates):
             raise ValueError(
                 f"{type(gates[0]).__name__} looks at later tokens than the one it routes, which a language model must "
@@ -274,12 +274,21 @@ class MoELanguageModel(SizedModel):
         return self.balance_weight * balance + self.z_weight * torch.stack([r.z_loss for r in reports]).mean()
 
     def on_fit_start(self) -> None:
-        layers = [block.feed_forward for block in self.blocks]  # a subclass may have replaced them
         mesh = self.device_mesh if _tensor_parallel_mesh(self.device_mesh) else None
         group = None if mesh is None else mesh.get_group("data_parallel")  # the other processes see equal tokens
-        gates = [layer.gate for layer in layers if isinstance(layer, MixtureOfExperts)]
-        self.expert_load = ExpertLoad(gates, group)
+        self.expert_load = ExpertLoad(self._gates(), group)
         self.expert_load.start()
+
+    def _gates(self) -> list[Any]:
+        layers = [block.feed_forward for block in self.blocks]  # a subclass may have replaced them
+        return [layer.gate for layer in layers if isinstance(layer, MixtureOfExperts)]
+
+    def after_removal(self) -> None:
+        """Count the load of the experts that are left, see :func:`~lightning_accel.compress.apply_plan_`."""
+        gates = self._gates()
+        self.expert_load = ExpertLoad(gates, self.expert_load.group)
+        self.expert_load.start()
+        self.val_load = EpochLoad(len(gates), gates[0].num_experts if gates else 1).to(self.device)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         statistics = self.expert_load.step()

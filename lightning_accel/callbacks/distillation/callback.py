@@ -4,30 +4,38 @@ import math
 from collections.abc import Callable, Mapping
 from functools import wraps
 from os import PathLike
+from pathlib import Path
 from types import MethodType
 from typing import Any, Literal, cast
 
 import lightning as L
 import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 
+from lightning_accel._private.lightning import has_trainer
 from lightning_accel.callbacks.compression_phase import current_phase
 from lightning_accel.callbacks.deployment.copies import WholeCopy
+from lightning_accel.callbacks.distillation.cache import AnswerCache
 from lightning_accel.callbacks.distillation.loss import (
+    TopClasses,
     denominator_ratio,
     divergence,
     lengths_in,
     output_tensor,
     position_mask,
     squared_error,
+    top_classes,
 )
 from lightning_accel.callbacks.distillation.teacher import Teacher, load_teacher, load_weights
 from lightning_accel.callbacks.recorded_calls import Call, CallRecorder, Calls, callable_parts, outermost
 from lightning_accel.callbacks.trainer_callbacks import require_own_steps
 
 _COPIES_OF_STUDENT = "initial", "dense"  # teachers that are copies of the student
+_DIVERGENCES = "kl", "reverse_kl"
+_NAMED_LOSSES = *_DIVERGENCES, "mse"
 
 
 class Distillation(L.Callback):
@@ -57,13 +65,18 @@ class Distillation(L.Callback):
             alone.
         weight: factor of the distance in the loss.
         temperature: divisor of the logits; higher values put more weight on how the teacher ranks wrong classes.
-        loss: ``kl`` for logits, see :func:`~lightning_accel.callbacks.distillation.loss.divergence`; ``mse`` for
-            values; or a function of the student's and the teacher's outputs, restricted to positions that are not
-            ignored.
+        loss: ``kl`` for logits, see :func:`~lightning_accel.callbacks.distillation.loss.divergence`; ``reverse_kl``,
+            which punishes what the teacher finds improbable, as suits the generation of text; ``mse`` for values; or a
+            function of the student's and the teacher's outputs, restricted to positions that are not ignored.
         module: name of the submodule whose output is compared, ``""`` for the module itself, to override the rule
             above.
         class_dim: dimension of the classes; 1 for images of logits.
         ignore_index: class that marks positions to ignore.
+        cache: folder in which the teacher's ``top_k`` most probable classes are kept for each sample, so that it runs
+            in the first epoch alone, and not at all in a later run with the same samples; 8 bytes for each class at
+            each position. The divergence is that of these classes and of all others together. For samples that are the
+            same in each epoch, without random changes.
+        top_k: number of classes in the ``cache``.
 
     Raises:
         ValueError: if an argument is out of range; before training, if the student shares weights with the teacher, a
@@ -72,6 +85,7 @@ class Distillation(L.Callback):
         TypeError: before training, with manual optimization or under ``accel_pipeline``; in the first step, if outputs
             hold no tensor, or ``training_step`` returns no loss.
         FileNotFoundError: before training, if there is no such checkpoint.
+        NotADirectoryError: before the first step, if ``cache`` is a file.
     """
 
     def __init__(
@@ -81,23 +95,34 @@ class Distillation(L.Callback):
         checkpoint: str | PathLike[str] | None = None,
         weight: float = 0.5,
         temperature: float = 4.0,
-        loss: Literal["kl", "mse"] | Callable[[Tensor, Tensor], Tensor] = "kl",
+        loss: Literal["kl", "reverse_kl", "mse"] | Callable[[Tensor, Tensor], Tensor] = "kl",
         module: str | None = None,
         class_dim: int = -1,
         ignore_index: int = -100,
+        cache: str | PathLike[str] | None = None,
+        top_k: int = 64,
     ) -> None:
         if not 0 <= weight < math.inf:
             raise ValueError(f"weight must be at least 0; got {weight}")
         if not 0 < temperature < math.inf:
             raise ValueError(f"temperature must be above 0; got {temperature}")
-        if loss not in ("kl", "mse") and not callable(loss):
-            raise ValueError(f"loss must be 'kl', 'mse' or a function; got {loss!r}")
+        if loss not in _NAMED_LOSSES and not callable(loss):
+            raise ValueError(f"loss must be 'kl', 'reverse_kl', 'mse' or a function; got {loss!r}")
+        if cache is not None and (loss not in _DIVERGENCES or class_dim != -1):
+            raise ValueError(
+                f"cache keeps the most probable classes of the last dimension, for loss='kl' or 'reverse_kl'; got "
+                f"loss={loss!r}, class_dim={class_dim}"
+            )
+        if top_k < 1:
+            raise ValueError(f"top_k must be at least 1; got {top_k}")
         if checkpoint is not None and not isinstance(teacher, nn.Module):
             raise ValueError(f"checkpoint holds weights for a module, but teacher is {teacher!r}; give the module")
         self.teacher, self.checkpoint = teacher, checkpoint
         self.weight, self.temperature, self.loss = weight, temperature, loss
         self.module = module
         self.class_dim, self.ignore_index = class_dim, ignore_index
+        self.cache, self.top_k = cache, top_k
+        self._answers: AnswerCache | None = None
         self._copy: WholeCopy | None = None
         self._teacher: Teacher | None = None
         self._saved: dict[str, Any] = {}  # the teacher's weights from a checkpoint
@@ -185,6 +210,22 @@ class Distillation(L.Callback):
     def _place(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert self._teacher is not None
         self._teacher.place(trainer.strategy.root_device, _common_dtype(pl_module))
+        if self.cache is not None:
+            self._close_cache()
+            self._answers = AnswerCache(Path(self.cache), self.top_k, self.temperature, self._teacher.module)
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._answers is not None:
+            self._answers.find_new()
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._answers is not None and self._answers.misses and not self._answers.hits and trainer.current_epoch:
+            rank_zero_warn(
+                f"no batch of this epoch was among the teacher's answers in {self.cache}, which grow without use: "
+                "samples change from epoch to epoch, as by random crops. Take out cache"
+            )
+        if self._answers is not None:
+            self._answers.hits = self._answers.misses = 0
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object) -> None:
         self._recorder.watch(pl_module, callable_parts(pl_module) if self._student is None else [self._student])
@@ -198,7 +239,8 @@ class Distillation(L.Callback):
 
         @wraps(original)
         def training_step(module: L.LightningModule, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-            if self._wrapped_step is None or self._teacher is None:  # a copy that outlived the run, or still dense
+            is_training = self._wrapped_step is not None and has_trainer(module) and module.trainer.training
+            if not is_training or self._teacher is None:  # a copy, called by validation_step, or still dense
                 return original(module, *args, **kwargs)
             with self._recorder.recording() as calls:
                 output = original(module, *args, **kwargs)
@@ -236,27 +278,49 @@ class Distillation(L.Callback):
         assert self._teacher is not None
         terms = []
         for call in found:
-            output = self._teacher.run(call, self._student, module.device)
-            terms.append(self._compare(module.get_submodule(self._student), call, output, batch, weight))
+            terms.append(self._compare(module.get_submodule(self._student), call, batch, weight))
         return torch.stack(terms).mean()
 
-    def _compare(self, module: nn.Module, call: Call, teachers: Any, batch: Any, weight: Any) -> Tensor:
-        own, aim = output_tensor(call.output, "the student"), output_tensor(teachers, "the teacher")
-        if own.shape != aim.shape and self.loss in ("kl", "mse"):
-            raise ValueError(
-                f"the teacher gives {tuple(aim.shape)} where the student gives {tuple(own.shape)}; it must be of the "
-                "same task, with as many outputs"
-            )
+    def _answer(self, call: Call, own: Tensor, device: torch.device) -> Tensor | TopClasses:
+        """Return the teacher's output, or its most probable classes, from the cache if all samples are in it."""
+        assert self._teacher is not None
+        assert self._student is not None
+        keys = [] if self._answers is None else self._answers.keys_of(call, own.shape[1:])
+        found = None if self._answers is None else self._answers.get(keys)
+        if found is None:
+            output = output_tensor(self._teacher.run(call, self._student, device), "the teacher")
+            if own.shape != output.shape and self.loss in _NAMED_LOSSES:
+                raise ValueError(
+                    f"the teacher gives {tuple(output.shape)} where the student gives {tuple(own.shape)}; it must be "
+                    "of the same task, with as many outputs"
+                )
+            if self._answers is None:
+                return output
+            if len(output) != len(keys):
+                raise ValueError(
+                    f"cache keeps answers sample by sample, and the teacher gives {len(output)} for {len(keys)} "
+                    "samples; take out cache"
+                )
+            found = top_classes(output, self.top_k, self.temperature)
+            found = found._replace(log_probs=found.log_probs.float())  # as they come back from the cache
+            self._answers.put(keys, found)
+        return TopClasses(*(one.to(device) for one in found))
+
+    def _compare(self, module: nn.Module, call: Call, batch: Any, weight: Any) -> Tensor:
+        own = output_tensor(call.output, "the student")
+        aim = self._answer(call, own, own.device)
         lengths = lengths_in(module, call.args, call.kwargs)
-        shape = own.select(self.class_dim, 0).shape if self.loss == "kl" else own.shape
+        shape = own.select(self.class_dim, 0).shape if self.loss in _DIVERGENCES else own.shape
         keep = position_mask(shape, lengths, batch, self.ignore_index)
         if keep is None and self.loss == "mse" and own.ndim > 1:  # several values per position
             keep = position_mask(own.shape[:-1], lengths, batch, self.ignore_index)
         keep = None if keep is None else keep.to(own.device)
         with torch.autocast(own.device.type, enabled=False):
             share = denominator_ratio(keep, weight)
-            if self.loss == "kl":
-                return share * divergence(own, aim, self.temperature, self.class_dim, keep)
+            if self.loss in _DIVERGENCES:
+                is_reverse = self.loss == "reverse_kl"
+                return share * divergence(own, aim, self.temperature, self.class_dim, keep, is_reverse)
+            assert isinstance(aim, Tensor)
             if self.loss == "mse":
                 return share * squared_error(own, aim, keep)
             assert callable(self.loss)
@@ -270,9 +334,15 @@ class Distillation(L.Callback):
             if self._replaced is not None:
                 vars(pl_module)["training_step"] = self._replaced
         self._recorder.close()
+        self._close_cache()
         if self._teacher is not None:
             self._teacher.release()
         self._reset()
+
+    def _close_cache(self) -> None:
+        if self._answers is not None:
+            self._answers.close()
+            self._answers = None
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Restore ``training_step`` before other callbacks copy, convert or export the module."""

@@ -1,8 +1,11 @@
-"""Distances between a student and its teacher. Shapes: B samples, T steps, C classes, N values per sample."""
+"""Distances between a student and its teacher.
+
+Shapes: B samples, T steps, C classes, k of them, N values per sample.
+"""
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,28 +14,73 @@ from torch import Tensor, nn
 from lightning_accel._private.torch import tree_leaves
 from lightning_accel.strategies.batch_splitting import leaves
 
+_LEAST = -1e4  # logarithm of a probability of 0, where the reverse divergence would be infinite
+
+
+class TopClasses(NamedTuple):
+    """Hold the k most probable classes at each position.
+
+    Attributes:
+        log_probs: (..., k) float32, logarithms of their probabilities.
+        classes: (..., k) int64.
+    """
+
+    log_probs: Tensor
+    classes: Tensor
+
+
+def top_classes(logits: Tensor, k: int, temperature: float) -> TopClasses:
+    """Return the ``k`` most probable classes of ``logits`` (..., C) divided by ``temperature``, all if C is less."""
+    log_probs = F.log_softmax(_to_float32(logits) / temperature, dim=-1)
+    return TopClasses(*log_probs.topk(min(k, logits.shape[-1]), dim=-1))
+
 
 def divergence(
-    student: Tensor, teacher: Tensor, temperature: float, class_dim: int = -1, keep: Tensor | None = None
+    student: Tensor,
+    teacher: Tensor | TopClasses,
+    temperature: float,
+    class_dim: int = -1,
+    keep: Tensor | None = None,
+    reverse: bool = False,
 ) -> Tensor:
     """Compute the Kullback-Leibler divergence of softened distributions, in nats times ``temperature`` squared, ().
 
     Args:
         student: logits, with classes in ``class_dim``.
-        teacher: logits of the same shape.
+        teacher: logits of the same shape; or its most probable classes at this temperature, where all others count as
+            one class, and ``class_dim`` is the last.
         temperature: divisor of both.
         class_dim: dimension of the classes.
         keep: mask of the positions to include, of the shape without ``class_dim``; by default all.
+        reverse: whether the divergence is that of the student from the teacher, which punishes what the teacher finds
+            improbable rather than what the student misses.
 
     Source: Hinton, Vinyals and Dean 2015, Distilling the Knowledge in a Neural Network, section 2, where the factor
-        keeps gradients as large as those of hard targets; averaged over positions here.
+        keeps gradients as large as those of hard targets; averaged over positions here. In reverse: Gu et al. 2023,
+        MiniLLM, eq. 1, https://arxiv.org/abs/2306.08543, with the teacher's texts.
     >>> divergence(torch.tensor([[0.0, 0.0]]), torch.tensor([[2.0, 0.0]]), 2.0)
     tensor(0.4438)
     """
     own = F.log_softmax(_to_float32(student) / temperature, dim=class_dim)
-    aim = F.log_softmax(_to_float32(teacher) / temperature, dim=class_dim)
+    if isinstance(teacher, TopClasses):
+        own, aim = _with_one_for_others(own, teacher)
+    else:
+        aim = F.log_softmax(_to_float32(teacher) / temperature, dim=class_dim)
+    if reverse:
+        own, aim = aim.clamp(min=_LEAST), own
     terms = torch.where(aim == -torch.inf, 0.0, aim.exp() * (aim - own))  # 0 for classes masked out in both
     return mean_of(terms.sum(class_dim), keep) * temperature**2
+
+
+def _with_one_for_others(own: Tensor, teacher: TopClasses) -> tuple[Tensor, Tensor]:
+    """Return logarithms of probabilities of the teacher's classes, and of all others together, (..., k + 1)."""
+    student = own.gather(-1, teacher.classes)
+    rest = own.scatter(-1, teacher.classes, -torch.inf).logsumexp(-1, keepdim=True).clamp(min=_LEAST)
+    aim = teacher.log_probs
+    left = (1 - aim.exp().sum(-1, keepdim=True)).clamp(min=0).log()
+    if aim.shape[-1] == own.shape[-1]:
+        return student, aim
+    return torch.cat([student, rest], -1), torch.cat([aim, left], -1)
 
 
 def squared_error(student: Tensor, teacher: Tensor, keep: Tensor | None = None) -> Tensor:

@@ -4,7 +4,7 @@
 ``channels``. It calls these to attach to the module once the strategy has sharded it, before each optimizer step and
 after it, and to prune to a share, which never decreases; all processes make the same calls, so that each may use
 collectives. ``weight_part`` gives access to the shard of a weight on this process. ``one_shot`` is a subclass that
-prunes once, by calibration data.
+prunes once, by calibration data; ``removal`` is what it leaves channels, blocks and experts to.
 
 ``semi_structured`` is another callback: weights that are 2:4 sparse while they train, in kernels that gain by it.
 """

@@ -14,6 +14,7 @@ from lightning_accel.callbacks.compression_phase import announce_change, defer_b
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.pruning.channels import ChannelStructure
 from lightning_accel.callbacks.pruning.masks import MaskStructure
+from lightning_accel.callbacks.pruning.removal import REMOVALS, PlannedRemoval
 from lightning_accel.callbacks.trainer_callbacks import averaged_modules, callbacks_of
 from lightning_accel.compress.pruning.masks import (
     ScheduleName,
@@ -100,14 +101,14 @@ class Pruning(L.Callback):
         round_to: int = 1,
     ) -> None:
         super().__init__()
-        self.removes_channels = structure in ("channel", "width")
-        if not self.removes_channels and (module is not None or round_to != 1):
+        self.removes_parts = structure in REMOVALS
+        if structure not in ("channel", "width") and (module is not None or round_to != 1):
             raise ValueError(
                 f"module and round_to are about channels that are removed: give structure='channel'; got {structure!r}"
             )
         if round_to < 1:
             raise ValueError(f"round_to must be at least 1 channel; got {round_to}")
-        pattern = None if self.removes_channels else parse_structure(structure)
+        pattern = None if self.removes_parts else parse_structure(structure)
         self.target = require_sparsity(sparsity, pattern)
         require_one_of("scope", scope, get_args(Scope))
         require_one_of("schedule", schedule, get_args(ScheduleName))
@@ -185,24 +186,22 @@ class Pruning(L.Callback):
             states[self.state_key] = states.pop(found[0])
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if self.removes_channels:
+        if self.removes_parts:
             # a public method, since there is no hook between reading the checkpoint and loading its weights
             trainer.strategy.load_model_state_dict = partial(self._load_rebuilt, trainer)  # type: ignore[method-assign]
         if stage != "fit":
             return
         _require_strategy(trainer.strategy)
-        if len(callbacks_of(trainer, Pruning)) > 1:
-            raise ValueError(
-                "the Trainer has several Pruning callbacks, and takes one: leave out with exclude what is to stay "
-                "dense; remove channels in one fit, and prune what remains in the next"
-            )
+        _require_compatible(callbacks_of(trainer, Pruning))
         if trainer.global_step == 0:
             self._reset()
             self._masks = self._make_structure()
         defer_best_checkpoints(trainer)
 
-    def _make_structure(self) -> MaskStructure | ChannelStructure:
-        if self.removes_channels:
+    def _make_structure(self) -> MaskStructure | ChannelStructure | PlannedRemoval:
+        if self.structure in ("block", "expert"):
+            raise ValueError(f"structure={self.structure!r} needs calibration data: take OneShotPruning; got Pruning")
+        if self.removes_parts:
             scope: Literal["layer", "global"] = "global" if self.scope == "global" else "layer"
             return ChannelStructure(
                 self.criterion,
@@ -217,9 +216,10 @@ class Pruning(L.Callback):
 
     def _load_rebuilt(self, trainer: L.Trainer, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load a checkpoint as the strategy does, after the module has got the shapes of the checkpoint."""
-        strategy, state = trainer.strategy, checkpoint.get("callbacks", {}).get(self.state_key)
+        strategy, states = trainer.strategy, checkpoint.get("callbacks", {})
         for module in (trainer.lightning_module, *averaged_modules(trainer)):  # WeightAveraging loads its average next
-            self.rebuild(module, state)
+            for callback in callbacks_of(trainer, Pruning):
+                callback.rebuild(module, states.get(callback.state_key))
         type(strategy).load_model_state_dict(strategy, checkpoint, strict=strict)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -227,7 +227,20 @@ class Pruning(L.Callback):
         self.left_out = self._masks.attach(trainer, pl_module)
         self._set_steps(trainer)
         self._is_set_up = True
-        _log_left_out(self.left_out)
+        self._require_order(trainer)
+        if not isinstance(self._masks, PlannedRemoval):  # which does not know it yet
+            _log_left_out(self.left_out)
+
+    def _require_order(self, trainer: L.Trainer) -> None:
+        """Reject a removal before that of a callback that comes earlier: checkpoints are rebuilt in that order."""
+        for one in callbacks_of(trainer, Pruning):
+            if one is self:
+                return
+            if one._first > self._first:
+                raise ValueError(
+                    f"structure={self.structure!r} is removed at step {self._first}, before {one.structure!r} at "
+                    f"{one._first}; list the callbacks in the order of their steps"
+                )
 
     def _set_steps(self, trainer: L.Trainer) -> None:
         """Set the steps of the ramp; take those of the checkpoint if its options equal the current ones."""
@@ -329,7 +342,7 @@ class Pruning(L.Callback):
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         with failures_as_warnings("Pruning could not tell what is left of each layer"):
             rank_zero_info(_format_table(self.report_rows()))
-        if self.removes_channels and self.is_final_phase:
+        if self.removes_parts and self.is_final_phase:
             rank_zero_info(
                 "checkpoints hold the smaller module; outside of this Trainer load them with "
                 f"lightning_accel.compress.load_pruned({type(pl_module).__name__}(...), path)"
@@ -352,7 +365,7 @@ class Pruning(L.Callback):
 
     def rebuild(self, pl_module: nn.Module, state: dict[str, Any] | None) -> None:
         """Change a new module to the shapes of a checkpoint in which this callback has the given ``state``."""
-        if state and isinstance(self._masks, ChannelStructure):
+        if state and isinstance(self._masks, ChannelStructure | PlannedRemoval):
             self._masks.rebuild(pl_module, state["masks"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -362,6 +375,17 @@ class Pruning(L.Callback):
         self._masks.load_state_dict(state_dict["masks"])
         if self._is_set_up and self._module is not None:  # strategies that restore after their setup
             self._set_steps(self._module.trainer)
+
+
+def _require_compatible(callbacks: Sequence[Pruning]) -> None:
+    structures = [one.structure for one in callbacks]
+    are_removals = all(isinstance(one._masks, PlannedRemoval) for one in callbacks)
+    if len(callbacks) > 1 and not (are_removals and len(set(structures)) == len(structures)):
+        raise ValueError(
+            f"the Trainer has several Pruning callbacks ({', '.join(structures)}), and takes one, or several "
+            "OneShotPruning that each remove something else: leave out with exclude what is to stay dense; remove "
+            "channels in one fit, and prune what remains in the next"
+        )
 
 
 def _require_strategy(strategy: Strategy) -> None:

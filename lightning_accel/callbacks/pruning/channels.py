@@ -70,11 +70,11 @@ class ChannelStructure:
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, str]:
         self._pl_module = pl_module
-        _require_strategy(trainer, pl_module)
+        require_strategy(trainer, pl_module)
         if self._loaded is not None:
             self._restore(self._loaded)
             self._loaded = None
-        if self.plan and _has_shapes_of(pl_module, self.plan):
+        if self.plan and self.plan.is_applied_to(pl_module):
             return self._left_out
         if self.plan:
             raise ValueError(
@@ -137,7 +137,7 @@ class ChannelStructure:
             apply_plan_(averaged, plan)
         self.plan = plan
         self.groups, self._indices = None, []
-        _rewrap_ddp(trainer, pl_module)
+        rewrap_ddp(trainer, pl_module)
 
     def sparsity(self) -> float:
         return sum(map(len, self.removed.values())) / max(1, sum(self._sizes.values()))
@@ -176,7 +176,7 @@ class ChannelStructure:
         """Remove the channels that the checkpoint lacks from a full-size module; leave one already small unchanged."""
         if state[CHANNEL_PLAN]:
             plan = ChannelPlan.of_state(state[CHANNEL_PLAN])
-            if not _has_shapes_of(pl_module, plan):
+            if not plan.is_applied_to(pl_module):
                 apply_plan_(pl_module, plan)
 
     def _restore(self, state: dict[str, Any]) -> None:
@@ -235,13 +235,12 @@ def _own_parameters(pl_module: L.LightningModule, layer: str) -> list[nn.Paramet
         return list(pl_module.get_submodule(layer.partition("#")[0]).parameters(recurse=False))
 
 
-def _has_shapes_of(module: nn.Module, plan: ChannelPlan) -> bool:
-    with uncompiled(module) as plain:
-        tensors = plain.state_dict()
-    return all(list(tensors[name].shape) == plan.shape_after(name) for name in plan.kept if name in tensors)
+def require_strategy(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    """Reject strategies under which the shapes of parameters cannot change.
 
-
-def _require_strategy(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    Raises:
+        TypeError: saying which do.
+    """
     strategy = trainer.strategy
     in_pieces = any(one.is_meta or isinstance(one, DTensor) for one in pl_module.parameters())
     if in_pieces or not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy, DataParallelStrategy)):
@@ -257,7 +256,7 @@ def _require_strategy(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         )
 
 
-def _rewrap_ddp(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+def rewrap_ddp(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
     """Wrap the module in DDP again, since its buckets and hooks refer to the old parameters."""
     strategy = trainer.strategy
     if isinstance(strategy, DDPStrategy) and strategy.model is not pl_module:

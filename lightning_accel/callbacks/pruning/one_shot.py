@@ -22,7 +22,9 @@ from lightning_accel.callbacks.deployment.copies import (
 )
 from lightning_accel.callbacks.deployment.loaders import in_random_order, independent, undistributed
 from lightning_accel.callbacks.pruning.callback import Pruning
+from lightning_accel.callbacks.pruning.channels import ChannelStructure
 from lightning_accel.callbacks.pruning.masks import MaskStructure
+from lightning_accel.callbacks.pruning.removal import REMOVALS, FindCalls, PlannedRemoval
 from lightning_accel.callbacks.trainer_callbacks import averaged_weights
 from lightning_accel.compress.calls import first_line
 from lightning_accel.compress.pruning.one_shot import Method, calibrate_and_prune_
@@ -31,11 +33,18 @@ from lightning_accel.ops.names import Exclusion, require_one_of
 
 
 class OneShotPruning(Pruning):
-    """Prune a trained network in one step, by calibration data, and keep the zeros while it trains on.
+    """Prune a trained network in one step, by calibration data, and keep it so while it trains on.
 
     Weights are chosen by Wanda or SparseGPT (see :func:`~lightning_accel.compress.prune_on_data_`), which need no
-    gradients. All layers get the same sparsity. By default it happens before the first step, for a network that comes
-    trained; with ``begin=1.0`` it happens after the last one. Averages of pruned weights, as of EMA, start anew there.
+    gradients, and set to zero. All layers get the same sparsity. By default it happens before the first step, for a
+    network that comes trained; with ``begin=1.0`` it happens after the last one. Averages of pruned weights, as of EMA,
+    start anew there.
+
+    Channels, blocks and experts are removed, which makes files smaller and steps faster without special kernels, but
+    changes what the network computes, so let it train on, best beside
+    :class:`~lightning_accel.callbacks.Distillation` with ``teacher="dense"``. Several of these callbacks with different
+    such structures remove them in turn, each from what the one before has left: the recipe of Minitron (Muralidharan et
+    al. 2024, https://arxiv.org/abs/2407.14679).
 
     The first process prunes a whole copy of the module in its CPU's memory while the others wait; under any strategy
     that has whole copies all get the same weights. To see what it calls, ``validation_step`` of the copy gets training
@@ -44,9 +53,15 @@ class OneShotPruning(Pruning):
     not call is in ``left_out``.
 
     Args:
-        sparsity: share of zeros in each layer; by default 0.5.
-        structure: ``"unstructured"``, or N:M such as ``"2:4"``, which keeps N of M neighbours along a layer's input.
-        method: ``"sparsegpt"``, which also changes the weights that it keeps, or ``"wanda"``, which is faster.
+        sparsity: share of zeros in each layer, or of what is removed; by default 0.5.
+        structure: ``"unstructured"``, or N:M such as ``"2:4"``, which keeps N of M neighbours along a layer's input;
+            ``"channel"`` and ``"width"``, which remove channels as :class:`~lightning_accel.callbacks.Pruning` does,
+            scored by :func:`~lightning_accel.compress.score_channels_on_data`; ``"block"``, which removes the repeated
+            blocks, such as layers of a transformer, that change the least of what passes through them (see
+            :func:`~lightning_accel.compress.measure_influence`); ``"expert"``, which removes the experts of mixtures
+            that get the fewest tokens.
+        method: ``"sparsegpt"``, which also changes the weights that it keeps, or ``"wanda"``, which is faster; where
+            nothing is removed.
         begin: optimizer step of the pruning, or share of the run if a float in [0, 1].
         calibrate: number of training samples that are looked at.
         exclude: names or patterns of parameters or submodules (``"head"``, ``"blocks.*.norm"``), or classes by name.
@@ -56,7 +71,8 @@ class OneShotPruning(Pruning):
         ValueError: if an option is out of range; before training, if nothing can be pruned, ``module`` names nothing,
             or ``validation_step`` fails on training batches.
         TypeError: before training, if the module has no ``validation_step``, and under strategies that flatten
-            parameters (FSDP1, DeepSpeed), or where ``configure_model`` splits them (ModelParallelStrategy).
+            parameters (FSDP1, DeepSpeed), or where ``configure_model`` splits them (ModelParallelStrategy); where
+            something is removed, under those that keep parameters in pieces.
     """
 
     def __init__(
@@ -71,19 +87,32 @@ class OneShotPruning(Pruning):
         module: str | None = None,
     ) -> None:
         require_one_of("method", method, get_args(Method))
-        if structure in ("channel", "width"):
-            raise ValueError(f"OneShotPruning prunes single weights or N:M; take Pruning for structure={structure!r}")
         if calibrate < 1:
             raise ValueError(f"calibrate must be at least 1 sample; got {calibrate}")
         self.method: Method = method
         self.calibrate = calibrate
         self.deployed = module
-        if sparsity is None and structure == "unstructured":
+        if sparsity is None and (structure == "unstructured" or structure in REMOVALS):
             sparsity = 0.5
         super().__init__(sparsity, structure=structure, schedule="one_shot", begin=begin, exclude=exclude)
 
-    def _make_structure(self) -> MaskStructure:
-        return _CalibratedMasks(self.structure, self.exclude, self.target, self.method, self.calibrate, self.deployed)
+    def _make_structure(self) -> MaskStructure | PlannedRemoval:
+        if self.removes_parts:
+            return PlannedRemoval(self.structure, self.exclude, self.target, self._find_calls)
+        return _CalibratedMasks(self.structure, self.exclude, self.target, self.method, self._find_calls)
+
+    def _find_calls(self, copied: L.LightningModule, trainer: L.Trainer) -> Deployed:
+        """Find what ``validation_step`` of a whole copy calls, on training batches read in this process."""
+        datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+        loaders = in_random_order(undistributed(data_source_of(trainer.fit_loop).dataloader()))
+        loaders = tree_map_only(DataLoader, partial(independent, self.calibrate), loaders)
+        try:
+            return calibration_calls(copied, loaders, self.calibrate, self.deployed, datamodule)
+        except Exception as error:
+            raise ValueError(
+                f"OneShotPruning calls validation_step of {type(copied).__name__} with training batches, and that "
+                f"fails with {first_line(error)}"
+            ) from error
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
@@ -93,19 +122,22 @@ class OneShotPruning(Pruning):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
-        assert isinstance(self._masks, _CalibratedMasks)
-        self._masks.copied = self._copy
+        if isinstance(self._masks, _CalibratedMasks):
+            self._masks.copied = self._copy
         if self._first > 0 and not self.is_final_phase:
             dry_run(trainer, pl_module, self._copy, self._try, "prune", self.deployed, of_training=True)
 
     def _update(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super()._update(trainer, pl_module)
-        assert isinstance(self._masks, MaskStructure)
-        self.left_out = dict(self._masks.left_out)
+        assert not isinstance(self._masks, ChannelStructure)
+        if self.is_final_phase:
+            self.left_out = dict(self._masks.left_out)
 
     def _try(self, found: Deployed) -> None:
-        assert isinstance(self._masks, _CalibratedMasks)
-        self._masks.prune(found, self.target)
+        if isinstance(self._masks, PlannedRemoval):
+            self._masks.make_plan(found)
+        elif isinstance(self._masks, _CalibratedMasks):
+            self._masks.prune(found, self.target)
 
 
 class _CalibratedMasks(MaskStructure):
@@ -119,12 +151,11 @@ class _CalibratedMasks(MaskStructure):
         exclude: Sequence[Exclusion],
         target: float,
         method: Method,
-        calibrate: int,
-        deployed: str | None,
+        find_calls: FindCalls,
     ) -> None:
         super().__init__(structure, "magnitude", "layer", exclude, target)
         self.method: Method = method
-        self.calibrate, self.deployed = calibrate, deployed
+        self.find_calls = find_calls
 
     def prune(self, found: Deployed, sparsity: float) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, str]]:
         """Prune a deployed module in place.
@@ -152,17 +183,7 @@ class _CalibratedMasks(MaskStructure):
         missed: dict[str, str] = {}
 
         def prune_copy(copied: L.LightningModule) -> None:
-            datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
-            loaders = in_random_order(undistributed(data_source_of(trainer.fit_loop).dataloader()))
-            loaders = tree_map_only(DataLoader, partial(independent, self.calibrate), loaders)
-            try:
-                found = calibration_calls(copied, loaders, self.calibrate, self.deployed, datamodule)
-            except Exception as error:
-                raise ValueError(
-                    f"OneShotPruning calls validation_step of {type(copied).__name__} with training batches, and that "
-                    f"fails with {first_line(error)}"
-                ) from error
-            own, left = self.prune(found, sparsity)
+            own, left = self.prune(self.find_calls(copied, trainer), sparsity)
             pruned.update(own)
             missed.update(left)
 

@@ -92,6 +92,8 @@ class ExactResume(L.Callback):
         if stage != "fit":
             return
         require_distributable_batches(trainer)
+        if trainer.precision == "64-true":  # else weights are read before the Trainer converts it, and rounded
+            pl_module.double()
         self._seed, self._saved, self._saved_once, self._sampler_seeds = initial_seed(), [], {}, []
         self._kept, self._before_sanity_check = ModelCheckpointState(), None
         write_metrics_atomically(trainer)

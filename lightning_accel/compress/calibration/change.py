@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.backends import mha
 
-from lightning_accel._private.torch import ConvTransposeBase
+from lightning_accel._private.torch import ConvTransposeBase, tree_map_only
 from lightning_accel.compress.calibration.layerwise import find_layers_of, visit_layerwise
 from lightning_accel.compress.calibration.products import Matrix, ProductRecorder
 from lightning_accel.compress.calls import Inputs
@@ -73,6 +73,23 @@ def change_by_products_(
         visit_layerwise(module, inputs, [*layers], visit)
     missed |= {one.name: _UNSEEN for one in found if one.name not in notes and one.name not in missed}
     return {one.name: notes[one.name] for one in found if one.name in notes}, missed
+
+
+def record_products(
+    module: nn.Module, inputs: Sequence[Inputs], weights: Mapping[str, Tensor], record: Callable[[Matrix, Tensor], None]
+) -> None:
+    """Call ``record`` with each matrix within ``weights`` that is multiplied, and its inputs (products, K).
+
+    Args:
+        module: called as by :func:`change_by_products_`; not changed.
+        inputs: positional and keyword arguments of calls.
+        weights: contiguous parameters of ``module`` by name.
+        record: the function.
+    """
+    with _ready_for_calibration(module), ProductRecorder(weights, record):
+        for args, kwargs in inputs:
+            args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))  # the module may change them in place
+            module(*args, **kwargs)
 
 
 def _find_shared(module: nn.Module, found: Sequence[Prunable]) -> dict[str, str]:

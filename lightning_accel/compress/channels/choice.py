@@ -1,10 +1,15 @@
 """Scores of channels and the choice of those to remove. Shapes: G channels of a layer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from lightning_accel.compress.calibration.change import record_products
+from lightning_accel.compress.calibration.products import Matrix
+from lightning_accel.compress.calls import Inputs
 from lightning_accel.compress.channels.groups import ChannelGroups, ChannelLayer
 from lightning_accel.compress.uncompiled import uncompiled
 
@@ -39,6 +44,54 @@ def score_channels(
             squares = {name: value.double().square() for name, value in own.items()}
             scores[layer.name] = _sum_over_slices(layer, squares).sqrt()
     return scores
+
+
+def score_channels_on_data(module: nn.Module, groups: ChannelGroups, inputs: Sequence[Inputs]) -> dict[str, Tensor]:
+    """Score channels by what they bring to the products that take them, (G,) float64 on the CPU by layer name.
+
+    The score of a channel is the norm of its values on the ``inputs`` times the weights that they are multiplied with,
+    over all layers that take it: Wanda's score of a weight (Sun et al. 2023, https://arxiv.org/abs/2306.11695, eq. 1),
+    summed in squares. Channels that no product with a weight of the module is seen to take get their magnitude.
+
+    Args:
+        module: the module that the groups were found in; not changed.
+        groups: its channels.
+        inputs: positional and keyword arguments of calls.
+
+    Raises:
+        ValueError: if a layer gets NaN or infinity.
+    """
+    names = {name for layer in groups.layers for name, _ in layer.slices}
+    with uncompiled(module) as plain:
+        own = {name: value for name, value in plain.named_parameters(remove_duplicate=False) if name in names}
+        weights = {name: value for name, value in own.items() if value.ndim > 1 and value.is_contiguous()}
+        squares: dict[Matrix, Tensor] = {}
+        record_products(plain, inputs, weights, partial(_add_squares, squares))
+    scores = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in weights.items()}
+    taken: dict[str, set[int]] = {}
+    for matrix, value in squares.items():
+        weight = weights[matrix.name]
+        matrix.of(scores[matrix.name]).add_(matrix.of(weight).double().square() * value)
+        taken.setdefault(matrix.name, set()).update(_input_dims(matrix, weight))
+    if wrong := [name for name, value in scores.items() if not value.isfinite().all()]:
+        raise ValueError(f"{wrong[0]} is multiplied with NaN or infinity on the calibration data; look for an overflow")
+    found = score_channels(module, groups)
+    for layer in groups.layers:
+        slices = {(name, dim): rows for (name, dim), rows in layer.slices.items() if dim in taken.get(name, ())}
+        if slices:
+            found[layer.name] = _sum_over_slices(replace(layer, slices=slices), scores).sqrt()
+    return found
+
+
+def _add_squares(squares: dict[Matrix, Tensor], matrix: Matrix, x: Tensor) -> None:
+    own = x.double().square().sum(0)
+    squares[matrix] = squares[matrix] + own if matrix in squares else own
+
+
+def _input_dims(matrix: Matrix, weight: Tensor) -> list[int]:
+    """Return the dimensions of a weight along which a product with one of its matrices sums."""
+    inputs = {one * matrix.strides[1] for one in range(matrix.shape[1])}
+    return [dim for dim, size in enumerate(weight.shape) if size > 1 and weight.stride(dim) in inputs]
 
 
 def choose_channels(

@@ -1,7 +1,8 @@
-"""Plans of channels to remove, as plain numbers, and their application to modules, optimizers and checkpoints."""
+"""Plans of what to remove, as plain numbers, and their application to modules, optimizers and checkpoints."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,31 +24,63 @@ Kept = dict[int, list[int]]  # indices that are kept, in order, by dimension
 
 @dataclass(frozen=True)
 class ChannelPlan:
-    """Hold the indices to keep in each dimension of each pruned parameter or buffer.
+    """Hold the indices to keep in each dimension of each pruned parameter or buffer, or of each pruned list of blocks.
 
     ``state_dict`` and :meth:`of_state` convert it to JSON or a checkpoint, and back.
+
+    Attributes:
+        kept: by name of the parameter or buffer.
+        shapes: of each in ``kept``, before the removal.
+        attributes: values after the removal, by name of the module, then of its attribute, such as ``out_features`` or
+            ``config.num_hidden_layers``.
+        blocks: by name of the list of submodules, the places of those that stay.
+        lengths: of each in ``blocks``, before the removal.
     """
 
-    kept: dict[str, Kept] = field(default_factory=dict)  # by name of the parameter or buffer
-    shapes: dict[str, list[int]] = field(default_factory=dict)  # of each in ``kept``, before the removal
-    attributes: dict[str, dict[str, int | tuple[int, ...]]] = field(
-        default_factory=dict
-    )  # by name of the module, after the removal
+    kept: dict[str, Kept] = field(default_factory=dict)
+    shapes: dict[str, list[int]] = field(default_factory=dict)
+    attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    blocks: dict[str, list[int]] = field(default_factory=dict)
+    lengths: dict[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.kept)
+        return bool(self.kept or self.blocks)
 
     def shape_after(self, name: str) -> list[int]:
         return [len(self.kept[name].get(dim, range(size))) for dim, size in enumerate(self.shapes[name])]
 
     def state_dict(self) -> dict[str, Any]:
         kept = {name: {str(dim): list(indices) for dim, indices in dims.items()} for name, dims in self.kept.items()}
-        return {"kept": kept, "shapes": self.shapes, "attributes": self.attributes}
+        blocks = {"blocks": self.blocks, "lengths": self.lengths} if self.blocks else {}
+        return {"kept": kept, "shapes": self.shapes, "attributes": self.attributes} | blocks
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> "ChannelPlan":
         kept = {name: {int(dim): list(one) for dim, one in dims.items()} for name, dims in state["kept"].items()}
-        return cls(kept, dict(state["shapes"]), {name: dict(values) for name, values in state["attributes"].items()})
+        attributes = {name: dict(values) for name, values in state["attributes"].items()}
+        blocks, lengths = dict(state.get("blocks", {})), dict(state.get("lengths", {}))
+        return cls(kept, dict(state["shapes"]), attributes, blocks, lengths)
+
+    def prefixed(self, prefix: str) -> "ChannelPlan":
+        """Return the plan for a parent module, in which this module is the submodule ``prefix``."""
+
+        def rename(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {f"{prefix}.{name}".rstrip("."): value for name, value in values.items()}
+
+        if not prefix:
+            return self
+        kept, shapes, attributes = rename(self.kept), rename(self.shapes), rename(self.attributes)
+        return ChannelPlan(kept, shapes, attributes, rename(self.blocks), rename(self.lengths))
+
+    def is_applied_to(self, module: nn.Module) -> bool:
+        """Return whether a module has the shapes, and the numbers of blocks, after the removal."""
+        with uncompiled(module) as plain:
+            tensors = plain.state_dict()
+            parts = dict(plain.named_modules(remove_duplicate=False))
+        lengths = all(len(list(parts[name].children())) == len(kept) for name, kept in self.blocks.items())
+        return lengths and all(
+            list(tensors[name].shape) == self.shape_after(name) for name in self.kept if name in tensors
+        )
 
 
 def make_channel_plan(
@@ -129,10 +162,12 @@ def _size_attributes(
 
 @torch.no_grad()
 def apply_plan_(module: nn.Module, plan: ChannelPlan, optimizers: Sequence[Optimizer] = ()) -> None:
-    """Remove all channels that ``plan`` does not keep from ``module``, and from the state of ``optimizers``.
+    """Remove all that ``plan`` does not keep from ``module``, and from the state of ``optimizers``.
 
     Parameters whose shape changes become new objects under the old names, in the old order, and replace the old ones in
-    param groups; gradients and optimizer moments are sliced alike. If any part cannot be changed, nothing is.
+    param groups; gradients and optimizer moments are sliced alike. Blocks after one that goes move up, so that the
+    names of their parameters change. If any part cannot be changed, nothing is. In the end the method
+    ``after_removal()`` of each submodule that has one is called.
 
     Args:
         module: the module that the plan was made for, or another of the same shapes.
@@ -148,6 +183,7 @@ def apply_plan_(module: nn.Module, plan: ChannelPlan, optimizers: Sequence[Optim
 
 
 def _apply_plan(module: nn.Module, plan: ChannelPlan, optimizers: Sequence[Optimizer]) -> None:
+    _remove_blocks(module, plan, [getattr(one, "optimizer", one) for one in optimizers])
     old = dict([*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)])
     for name in plan.kept:
         if name not in old:
@@ -163,16 +199,44 @@ def _apply_plan(module: nn.Module, plan: ChannelPlan, optimizers: Sequence[Optim
                 setattr(part, name, new[id(tensor)])  # recurrent layers update a list of weights in it
     for name, values in plan.attributes.items():
         for attribute, value in values.items():
-            setattr(module.get_submodule(name), attribute, value)
+            *path, last = attribute.split(".")
+            setattr(reduce(getattr, path, module.get_submodule(name)), last, value)
     for part in module.modules():
         if isinstance(part, nn.RNNBase):
             part.flatten_parameters()
+        if callable(hook := getattr(part, "after_removal", None)):
+            hook()
     for one, state in zip(optimizers, states, strict=True):
         optimizer = getattr(one, "optimizer", one)  # Lightning wraps them
         for group in optimizer.param_groups:
             group["params"] = [new.get(id(parameter), parameter) for parameter in group["params"]]
         optimizer.state.clear()
         optimizer.state.update(state)
+
+
+def _remove_blocks(module: nn.Module, plan: ChannelPlan, optimizers: Sequence[Optimizer]) -> None:
+    parts = dict(module.named_modules(remove_duplicate=False))
+    for name, length in plan.lengths.items():
+        found = len(list(parts[name].children())) if name in parts else 0
+        if found != length:
+            raise ValueError(
+                f"the plan is for {length} blocks in {name}; got {found}. Apply plans in the order in which they were "
+                "made, each once, to a module made with the same sizes"
+            )
+    before = {id(one) for one in module.parameters()}
+    for name, kept in plan.blocks.items():
+        blocks: Any = parts[name]
+        keys = list(blocks.keys()) if isinstance(blocks, nn.ModuleDict) else range(len(blocks))
+        for place in reversed(range(len(keys))):
+            if place not in kept:
+                del blocks[keys[place]]
+    gone = before - {id(one) for one in module.parameters()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in gone:
+                    optimizer.state.pop(parameter, None)
+            group["params"] = [one for one in group["params"] if id(one) not in gone]
 
 
 def _require_shape(name: str, found: Sequence[int], needed: Sequence[int]) -> None:
@@ -242,7 +306,7 @@ def load_pruned(module: Module, checkpoint: str | Path | Mapping[str, Any]) -> M
 
     Args:
         module: module of the same sizes as before training.
-        checkpoint: a file or its content, of a Trainer with :class:`~lightning_accel.callbacks.Pruning`, or
+        checkpoint: a file or its content, of a Trainer with :class:`~lightning_accel.callbacks.Pruning` or several, or
             ``{"channel_plan": plan.state_dict(), "state_dict": module.state_dict()}``. Without a plan, only the weights
             are loaded.
 
@@ -255,8 +319,7 @@ def load_pruned(module: Module, checkpoint: str | Path | Mapping[str, Any]) -> M
     found = checkpoint if isinstance(checkpoint, Mapping) else read_checkpoint(checkpoint)
     if "state_dict" not in found:
         raise ValueError(f"the checkpoint holds {', '.join(map(str, found))}; its weights must be in 'state_dict'")
-    plan = find_plan(found)
-    if plan is not None:
+    for plan in find_plans(found):
         apply_plan_(module, plan)
     weights = found["state_dict"]
     with uncompiled(module) as plain:  # the run may have been compiled or not
@@ -264,12 +327,12 @@ def load_pruned(module: Module, checkpoint: str | Path | Mapping[str, Any]) -> M
     return module
 
 
-def find_plan(state: Any) -> ChannelPlan | None:
-    """Find the plan in ``state``, at any depth of mappings and lists; return None if there is none."""
+def find_plans(state: Any) -> list[ChannelPlan]:
+    """Return the plans in ``state``, at any depth of mappings and lists, in their order."""
     if isinstance(state, Mapping):
         if state.get(CHANNEL_PLAN):
-            return ChannelPlan.of_state(state[CHANNEL_PLAN])
+            return [ChannelPlan.of_state(state[CHANNEL_PLAN])]
         state = [value for key, value in state.items() if key not in ("state_dict", "optimizer_states")]
     if isinstance(state, (list, tuple)):
-        return next((plan for plan in map(find_plan, state) if plan is not None), None)
-    return None
+        return [plan for value in state for plan in find_plans(value)]
+    return []

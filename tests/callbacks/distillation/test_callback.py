@@ -573,7 +573,7 @@ def test_what_cannot_work_is_refused(tmp_path):
     for options, message in [
         ({"weight": -1.0}, "weight must be at least 0; got -1.0"),
         ({"temperature": 0.0}, "temperature must be above 0; got 0.0"),
-        ({"loss": "ce"}, "loss must be 'kl', 'mse' or a function; got 'ce'"),
+        ({"loss": "ce"}, "loss must be 'kl', 'reverse_kl', 'mse' or a function; got 'ce'"),
         ({"checkpoint": "a.ckpt"}, "checkpoint holds weights for a module, but teacher is 'initial'"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -188,8 +188,6 @@ def test_wrong_options_are_found_before_training():
         OneShotPruning(calibrate=0)
     with pytest.raises(ValueError, match="method must be one of"):
         OneShotPruning(method="magnitude")
-    with pytest.raises(ValueError, match="take Pruning for structure='channel'"):
-        OneShotPruning(structure="channel")
     with pytest.raises(TypeError, match="OneShotPruning needs a validation_step of Blind"):
         fit(Blind(), OneShotPruning())
     with pytest.raises(ValueError, match="no submodule 'head'"):

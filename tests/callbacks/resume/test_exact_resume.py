@@ -490,3 +490,9 @@ def test_chains_in_lists_and_dicts_are_kept(tmp_path):
     assert whole.keys() == resumed.keys()
     for name, value in whole.items():
         assert value.equal(resumed[name]), name
+
+
+def test_double_precision_is_not_rounded(tmp_path):
+    whole = fit(tmp_path, moments=["step 8"], precision="64-true")
+    assert whole.net[0].weight.dtype == torch.float64
+    assert_goes_on(fit(tmp_path, resume=tmp_path / "step 8.ckpt", precision="64-true"), whole)
