@@ -46,6 +46,13 @@ def announce_change(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             hook(trainer, pl_module)
 
 
+def announce_removal(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    """Call ``after_removal(trainer, pl_module)`` of all callbacks that have it, once layers or experts are gone."""
+    for callback in callbacks_of(trainer, L.Callback):
+        if callable(hook := getattr(callback, "after_removal", None)):
+            hook(trainer, pl_module)
+
+
 def defer_best_checkpoints(trainer: L.Trainer) -> None:
     """Prevent a ``ModelCheckpoint`` with a monitor from saving before the final phase; ``save_last`` still works.
 

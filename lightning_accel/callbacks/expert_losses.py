@@ -43,9 +43,8 @@ class ExpertLosses(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         require_own_steps(trainer, pl_module, "ExpertLosses", "add the losses of the gates to yours")
-        mixtures = [one for one in pl_module.modules() if isinstance(one, MixtureOfExperts)]
         name = type(pl_module).__name__
-        if not mixtures:
+        if not any(isinstance(one, MixtureOfExperts) for one in pl_module.modules()):
             raise TypeError(
                 f"ExpertLosses found no MixtureOfExperts in {name}; put some in by lightning_accel.nn.replace_mlps_, "
                 "or take the callback out"
@@ -55,11 +54,22 @@ class ExpertLosses(L.Callback):
         if isinstance(getattr(pl_module, "expert_load", None), ExpertLoad):
             raise TypeError(f"{name} adds the losses of its gates itself; take ExpertLosses out")
         self._restore(pl_module)
-        self._load = ExpertLoad([one.gate for one in mixtures])
-        self._load.start()
+        self._load = ExpertLoad([])
         vars(pl_module)["expert_load"] = self._load  # so that ExpertLoadMonitor leaves the gates to this callback
-        self._hooks = [one.register_forward_hook(self._make_hook(number)) for number, one in enumerate(mixtures)]
+        self._watch(pl_module)
         self._wrap(pl_module)
+
+    def _watch(self, pl_module: L.LightningModule) -> None:
+        mixtures = [one for one in pl_module.modules() if isinstance(one, MixtureOfExperts)]
+        self._load.track([one.gate for one in mixtures])
+        self._load.start()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [one.register_forward_hook(self._make_hook(number)) for number, one in enumerate(mixtures)]
+
+    def after_removal(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """See :func:`~lightning_accel.callbacks.compression_phase.announce_removal`."""
+        self._watch(pl_module)
 
     def _make_hook(self, number: int) -> Any:
         def hook(mixture: nn.Module, args: object, output: Any) -> None:

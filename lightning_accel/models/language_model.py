@@ -286,7 +286,7 @@ class MoELanguageModel(SizedModel):
     def after_removal(self) -> None:
         """Count the load of the experts that are left, see :func:`~lightning_accel.compress.apply_plan_`."""
         gates = self._gates()
-        self.expert_load = ExpertLoad(gates, self.expert_load.group)
+        self.expert_load.track(gates)
         self.expert_load.start()
         self.val_load = EpochLoad(len(gates), gates[0].num_experts if gates else 1).to(self.device)
 

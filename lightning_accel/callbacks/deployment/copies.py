@@ -1,12 +1,14 @@
 """Search, copy and evaluation of the part of a LightningModule that is deployed."""
 
 import copy
+import inspect
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -408,17 +410,20 @@ def _record(calls: dict[str, list[Inputs]], name: str, module: nn.Module, args: 
 
 
 class _Loaders(L.LightningDataModule):
-    """Combine loaders with the batch hooks of the user's datamodule."""
+    """Combine loaders with the batch hooks of the user's datamodule, and with what else a module may read of it."""
 
     def __init__(self, loader: Any, hooks: L.LightningDataModule | None) -> None:
         super().__init__()
-        self.loader = loader
+        self.loader, self.hooks = loader, hooks
         if hooks is not None:
             for hook in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
                 setattr(self, hook, getattr(hooks, hook))
 
     def val_dataloader(self) -> Any:
         return self.loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self).get("hooks"), name)
 
 
 @contextmanager
@@ -478,7 +483,20 @@ def _copy(module: L.LightningModule, memo: Mapping[int, Any]) -> L.LightningModu
             "connections, out of its attributes, or give their class a __deepcopy__"
         ) from error
     forget_metric_names(made)
+    _unwrap_step(made)
     return made
+
+
+def _unwrap_step(made: L.LightningModule) -> None:
+    """Take off what callbacks have put around ``training_step``: in a copy it would run the original module."""
+    wrapped = vars(made).get("training_step")
+    if wrapped is None or (step := inspect.unwrap(wrapped)) is wrapped:
+        return
+    function = getattr(step, "__func__", step)
+    if function is type(made).training_step:
+        del vars(made)["training_step"]
+    else:  # somebody has set it on the instance
+        vars(made)["training_step"] = MethodType(function, made) if isinstance(step, MethodType) else step
 
 
 def _is_config_factory(value: Any) -> bool:

@@ -66,7 +66,7 @@ class ExpertLoadMonitor(L.Callback):
         }
         theirs = getattr(pl_module, "expert_load", None)
         self._theirs = theirs if isinstance(theirs, ExpertLoad) else ExpertLoad([])
-        tracked = list(self._theirs.gates)
+        tracked = [gate for gate in self._theirs.gates if gate in named]
         untracked = [gate for gate in named if gate not in tracked]
         self.names = [named[gate][0] for gate in [*tracked, *untracked]]
         self._own = ExpertLoad(untracked)
@@ -76,6 +76,13 @@ class ExpertLoadMonitor(L.Callback):
         # drop steps that another fit, or a resumed run, runs again
         kept = [at for at, step in enumerate(self.steps) if step <= trainer.global_step]
         self.steps, self.loads = [self.steps[at] for at in kept], [self.loads[at] for at in kept]
+
+    def after_removal(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Start the figure anew, see :func:`~lightning_accel.callbacks.compression_phase.announce_removal`."""
+        for hook in self._hooks:
+            hook.remove()
+        self.steps, self.loads = [], []
+        self.on_train_start(trainer, pl_module)
 
     def _make_hook(self, number: int) -> Any:
         def hook(mixture: nn.Module, args: object, output: Any) -> None:

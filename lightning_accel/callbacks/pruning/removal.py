@@ -9,6 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_accel.callbacks.compression_phase import announce_removal
 from lightning_accel.callbacks.deployment.copies import Deployed, WholeCopy, run_in_first_process
 from lightning_accel.callbacks.pruning.channels import require_strategy, rewrap_ddp
 from lightning_accel.callbacks.trainer_callbacks import averaged_modules
@@ -76,6 +77,7 @@ class PlannedRemoval:
         for averaged in averaged_modules(trainer):
             apply_plan_(averaged, self.plan)
         rewrap_ddp(trainer, pl_module)
+        announce_removal(trainer, pl_module)
         after = sum(one.numel() for one in pl_module.parameters())
         rank_zero_info(f"structure={self.structure!r}, {self.target:g}: {after:,} of {before:,} weights are left")
 

@@ -50,8 +50,12 @@ class ExpertLoad:
     """
 
     def __init__(self, gates: Sequence[Any], group: torch.distributed.ProcessGroup | None = None) -> None:
-        self.gates = gates
         self.group = group
+        self.track(gates)
+
+    def track(self, gates: Sequence[Any]) -> None:
+        """Begin anew with these gates, as after some of them, or of their experts, were removed."""
+        self.gates = gates
         self.last_step: dict[int, LoadStatistics] = {}
         self._sums: list[Tensor | None] = [None] * len(gates)
         self._since_check: list[Tensor | int] = [0] * len(gates)

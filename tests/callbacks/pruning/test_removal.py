@@ -10,7 +10,14 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_accel.callbacks import Distillation, ExactResume, OneShotPruning, Pruning
+from lightning_accel.callbacks import (
+    Distillation,
+    ExactResume,
+    ExpertLoadMonitor,
+    ExpertLosses,
+    OneShotPruning,
+    Pruning,
+)
 from lightning_accel.compress import (
     choose_channels,
     find_channel_groups,
@@ -154,6 +161,21 @@ def test_channels_are_scored_by_what_they_bring():
     assert not third.weight.grad
     plain = score_channels(net, groups)
     assert scores["0"].argsort().tolist() != plain["0"].argsort().tolist()
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["monitored first", "monitored last"])
+def test_the_load_of_what_is_left_is_counted(tmp_path, order):
+    monitor, losses = ExpertLoadMonitor(str(tmp_path / "load.png")), ExpertLosses()
+    trainer = fit([monitor, losses, *remove("block", "expert")][::order], log_every_n_steps=1)
+    names = [name for name, part in trainer.lightning_module.named_modules() if isinstance(part, MixtureOfExperts)]
+    assert monitor.names == names
+    assert len(names) == 3
+    assert monitor.steps[-4:] == [3, 4, 5, 6]
+    assert monitor.steps[0] >= 2
+    for loads in monitor.loads:
+        assert [float(load.sum()) for load in loads] == pytest.approx([1.0] * 3)
+        assert {load.shape for load in loads} == {(2,)}
+    assert (tmp_path / "load.png").exists()
 
 
 @pytest.mark.slow
