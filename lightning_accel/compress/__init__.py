@@ -2,6 +2,7 @@
 
 from lightning_accel.compress.channels.blocks import measure_influence, plan_without_blocks
 from lightning_accel.compress.channels.choice import choose_channels, score_channels, score_channels_on_data
+from lightning_accel.compress.channels.configuration import update_config_
 from lightning_accel.compress.channels.experts import measure_expert_load, plan_without_experts
 from lightning_accel.compress.channels.groups import ChannelGroups, ChannelLayer, find_channel_groups
 from lightning_accel.compress.channels.plan import ChannelPlan, apply_plan_, load_pruned
@@ -61,4 +62,5 @@ __all__ = [
     "score_channels_on_data",
     "sparsity_at",
     "speedup",
+    "update_config_",
 ]

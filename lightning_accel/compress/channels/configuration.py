@@ -1,0 +1,103 @@
+"""Sizes in the configuration of a transformers model whose parts were removed."""
+
+import copy
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+_HIDDEN = "hidden_size", "n_embd", "d_model", "dim"
+_INNER = "intermediate_size", "n_inner", "d_ff", "ffn_dim", "hidden_dim"
+_HEADS = "num_attention_heads", "n_head", "num_heads", "n_heads"
+_QUERIES = ".q_proj.weight", ".query.weight", ".q_lin.weight", ".q.weight"
+_KEYS = ".k_proj.weight", ".key.weight", ".k_lin.weight", ".k.weight"
+_OF_ATTENTION = *_HEADS, "num_key_value_heads", "head_dim", "attention_head_size"
+_INNER_WEIGHTS = {
+    ".down_proj.weight": -1, ".experts.down_proj": -1, ".fc2.weight": -1, ".lin2.weight": -1, ".wo.weight": -1,
+    ".intermediate.dense.weight": 0,
+}  # fmt: skip  # the dimension of the inner width
+
+
+def update_config_(model: nn.Module) -> None:
+    """Set the sizes in the configuration of a transformers model to those of its weights.
+
+    Afterwards ``model.save_pretrained(folder)`` writes what ``from_pretrained`` and other tools read. The configuration
+    stays as it is if this fails.
+
+    Args:
+        model: a model of transformers, from which channels, whole heads, blocks or experts were removed.
+
+    Raises:
+        TypeError: if it has no configuration of transformers.
+        ValueError: if no configuration of its class has these sizes, as where layers differ.
+    """
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "save_pretrained"):
+        raise TypeError(
+            f"{type(model).__name__} is no model of transformers; give the one within it, such as module.model"
+        )
+    found = {name: list(value.shape) for name, value in model.state_dict().items()}
+    sizes = _sizes(model, config, found)
+    changed = copy.deepcopy(config)
+    for name, value in sizes.items():
+        setattr(changed, name, value)
+    try:
+        with torch.device("meta"):
+            made: nn.Module = type(model)(changed)
+        needed = {name: list(value.shape) for name, value in made.state_dict().items()}
+    except Exception as error:
+        raise ValueError(f"no {type(config).__name__} describes what is left, {sizes}: {error}") from error
+    needed |= _numbers_of_heads(made)
+    found |= _numbers_of_heads(model)
+    if needed != found:
+        name = next(name for name in sorted({**found, **needed}) if found.get(name) != needed.get(name))
+        raise ValueError(
+            f"no {type(config).__name__} describes what is left: with {sizes}, {name} would be {needed.get(name)}; it "
+            f"is {found.get(name)}. Remove an equal share of every layer: OneShotPruning(structure='width')"
+        )
+    for name, value in sizes.items():
+        setattr(config, name, value)
+
+
+def _numbers_of_heads(model: nn.Module) -> dict[str, Any]:
+    return {
+        f"{name}.{key}": value
+        for name, one in model.named_modules()
+        for key, value in vars(one).items()
+        if key in _OF_ATTENTION and isinstance(value, int)
+    }
+
+
+def _sizes(model: nn.Module, config: Any, shapes: Mapping[str, list[int]]) -> dict[str, int]:
+    """Return the sizes by their names in the configuration, as far as layers and names of weights show them."""
+    found: dict[tuple[str, ...], int] = {}
+    with suppress(AttributeError, NotImplementedError):  # of models that have no tokens
+        found[_HIDDEN] = int(model.get_input_embeddings().weight.shape[1])  # type: ignore[operator]
+    queries, keys = (_first(shapes, dict.fromkeys(names, 0)) for names in (_QUERIES, _KEYS))
+    heads, old_hidden = (_value(config, names) for names in (_HEADS, _HIDDEN))
+    if (inner := _first(shapes, _INNER_WEIGHTS)) is not None:
+        found[_INNER] = inner
+    known = [vars(one)[key] for one in model.modules() for key in _HEADS if isinstance(vars(one).get(key), int)]
+    size = getattr(config, "head_dim", None) or (old_hidden // heads if heads else 0)
+    if known:
+        found[_HEADS] = known[0]
+    elif queries is not None and size:
+        found |= {_HEADS: queries // size, ("head_dim",): size}
+    if keys is not None and size:
+        found["num_key_value_heads",] = keys // size
+    return {
+        next(name for name in names if hasattr(config, name)): value
+        for names, value in found.items()
+        if any(hasattr(config, name) for name in names)
+    }
+
+
+def _first(shapes: Mapping[str, list[int]], dims: Mapping[str, int]) -> int | None:
+    found = ((shape, dim) for name, shape in shapes.items() for ending, dim in dims.items() if name.endswith(ending))
+    return next((shape[dim] for shape, dim in found), None)
+
+
+def _value(config: Any, names: tuple[str, ...]) -> int:
+    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), 0)
