@@ -21,10 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_accel import Distillation, Pruning, TextDataModule
+from lightning_accel import Distillation, TextDataModule
+from lightning_accel.callbacks import OneShotPruning
 
 NUM_TEST = 1024
-RATES = 1e-3, 3e-3, 6e-3
+RATES = 2e-3, 4e-3, 8e-3
 
 
 class Llama(L.LightningModule):
@@ -84,8 +85,8 @@ def with_new_weights(model: Llama) -> Llama:
     return made
 
 
-def narrow() -> Pruning:
-    return Pruning(0.5, structure="width", schedule="one_shot")
+def narrow() -> OneShotPruning:
+    return OneShotPruning(0.5, structure="width")
 
 
 WAYS = {

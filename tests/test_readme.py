@@ -61,7 +61,7 @@ def folder(run_folder, monkeypatch):
 
 
 def test_snippets_were_found():
-    assert (len(SCRIPTS), len(COMMANDS)) == (13, 21)
+    assert (len(SCRIPTS), len(COMMANDS)) == (14, 21)
     assert [file for _, file, _ in BLOCKS if file] == ["my_module.py", "project.py", "my_ops/add.cpp"]
 
 
@@ -69,7 +69,15 @@ def takes_long(script):
     """It starts processes, or trains for long."""
     return any(
         part in script
-        for part in ("__main__", "DBNClassifier", "class Yours", "class Density", "class Averager", "CachedDecoder")
+        for part in (
+            "__main__",
+            "DBNClassifier",
+            "class Yours",
+            "class Density",
+            "class Averager",
+            "CachedDecoder",
+            "class LanguageModel",
+        )
     )
 
 
