@@ -1,5 +1,6 @@
 """Memory that a form of a module takes in a process that has nothing else."""
 
+import io
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_accel.compress.calls import Inputs, Run, device_of
 from lightning_accel.compress.export.loading import load_compressed, onnx_session
@@ -67,7 +68,8 @@ def _run_alone(arguments: Sequence[str], seconds: float) -> str:
     except subprocess.TimeoutExpired as error:
         raise TimeoutError(f"a process takes longer than {seconds:.0f} s to load its file and run it") from error
     if done.returncode:
-        raise RuntimeError(f"a process cannot load its file and run it: {done.stderr.strip().splitlines()[-1:]}")
+        reason = next(iter(done.stderr.strip().splitlines()[-1:]), f"it ended with {done.returncode}")
+        raise RuntimeError(f"a process cannot load its file and run it: {reason}")
     return done.stdout.splitlines()[-1]
 
 
@@ -99,7 +101,13 @@ def _run_small(path: str, device: str, is_compiled: bool) -> None:
         one = torch.ones(2, 2).numpy()
         onnx_session(model.SerializeToString(), ["CPUExecutionProvider"]).run(None, {"a": one, "b": one})
         return
-    small = nn.Linear(2, 2, device=device)
-    example = torch.ones(1, 2, device=device)
-    run = Compiled(small) if is_compiled else small
-    run(example)
+    small, example = nn.Linear(2, 2, device=device), torch.ones(1, 2, device=device)
+    run = _through_file(small, example)
+    (Compiled(run) if is_compiled else run)(example)
+
+
+def _through_file(module: nn.Module, example: Tensor) -> nn.Module:
+    with io.BytesIO() as file:
+        torch.export.save(torch.export.export(module, (example,)), file)
+        file.seek(0)
+        return torch.export.load(file).module()

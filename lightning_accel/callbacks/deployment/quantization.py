@@ -283,8 +283,8 @@ class Quantization(L.Callback):
             output = found.module(*args, **kwargs)
         if perplexity.value is None:
             raise ValueError(
-                f"monitor='perplexity' is measured on calls of {type(found.module).__name__} with tokens, int64 (B, T), "
-                f"that return logits (B, T, V) of them all; validation_step gets {type(output).__name__} without. Call "
+                f"monitor='perplexity' needs calls of {type(found.module).__name__} with tokens, int64 (B, T), that "
+                f"return logits (B, T, V) of them all; validation_step gets {type(output).__name__} without such. Call "
                 "the language model itself there, or monitor a metric that validation_step logs"
             )
 

@@ -1,7 +1,7 @@
 """Quantization of decoders of text: forms that are good enough for the model, picked by the time of a token."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from torch import Tensor
@@ -26,7 +26,7 @@ from lightning_accel.compress.report.progress import Progress
 from lightning_accel.compress.report.report import Report, Row, describe_speedup, saved_bytes
 
 Memory: TypeAlias = Callable[[Form, Sequence[Inputs], float], int]
-_MEMORY_SECONDS = 120.0  # for all forms together
+_MEMORY_SECONDS = 90.0  # for all forms together
 _FLOAT_PROGRAM = "fp32 compiled"  # whose program is that of the model as it is
 
 
@@ -62,14 +62,32 @@ def quantize_decoder(
         NothingPickedError: if none of the forms can be made of the decoder.
         ValueError: if a text is too short or too long.
     """
-    progress = Progress(None) if progress is None else progress
-    validated = list(judged.made)
-    judged.made.clear()  # the weights of all forms of the model
+    length = texts[0].shape[1]
+    trial = _make(decoder, texts, judged, exclude, Progress(None) if progress is None else progress)
+    of_prompts = _measure_prompts(trial, batch_sizes, seconds)
+    try:
+        result = pick(trial, batch_sizes, seconds, timed=trial.inputs[1])
+    except NothingPickedError as error:
+        _complete(error.report, judged, length, of_prompts, saved_bytes(decoder))
+        raise
+    assert result.report is not None
+    _complete(result.report, judged, length, of_prompts, saved_bytes(decoder))
+    _note_faster_prompts(result, trial)
+    if memory is not None:
+        _measure_memory(result, trial, memory)
+    return result
+
+
+def _make(
+    decoder: CachedDecoder, texts: Sequence[Tensor], judged: Trial, exclude: Iterable[str], progress: Progress
+) -> Trial:
+    """Make the forms of the decoder that were made of its model and not refused, and drop those of the model."""
+    allowed = [name for name in judged.made if name not in judged.refused]
+    judged.made.clear()  # they hold weights
     calls = decoder.calls(texts[0])
     prompts = [decoder.calls(tokens)[0] for tokens in texts[1:]]
     trial = Trial(decoder, [*calls, *prompts], judged.wanted, None, None, progress)
     trial.refused, trial.figures = dict(judged.refused), judged.figures
-    allowed = [name for name in validated if name not in judged.refused]
     wanted = [name for name in allowed if name in judged.wanted]
     excluded = [f"model.{name}".rstrip(".") for name in exclude]
     layers_of = {}
@@ -80,30 +98,21 @@ def quantize_decoder(
             layers_of[name].left_float.update(sensitive)
     with sharing_export():
         trial.make(layers_of)
-    of_prompts = _measure_prompts(trial, batch_sizes, seconds)
+    return trial
 
-    def complete(report: Report) -> None:
-        report.title, report.quality, report.prompt_length = "decoding", quality_of(judged), texts[0].shape[1]
-        report.rows = [
-            row._replace(
-                prompts=of_prompts[row.name].latencies if row.name in of_prompts else {},
-                file_bytes=saved_bytes(decoder) if row.name == EAGER else row.file_bytes,
-                status="refused" if row.name in validated and row.name in judged.refused else row.status,
-            )
-            for row in report.rows
-        ]
 
-    try:
-        result = pick(trial, batch_sizes, seconds, timed=calls[1])
-    except NothingPickedError as error:
-        complete(error.report)
-        raise
-    assert result.report is not None
-    complete(result.report)
-    _note_faster_prompts(result, wanted)
-    if memory is not None:
-        _measure_memory(result, trial, memory)
-    return result
+def _complete(
+    report: Report, judged: Trial, prompt_length: int, of_prompts: Mapping[str, Row], decoder_bytes: int
+) -> None:
+    """Add to the report of next tokens what is known of prompts, of the decoder as it is, and from validation."""
+    report.title, report.quality, report.prompt_length = "decoding", quality_of(judged), prompt_length
+    for place, row in enumerate(report.rows):
+        was_refused = row.name in judged.refused and row.name in judged.figures  # else it was not even made
+        report.rows[place] = row._replace(
+            prompts=of_prompts[row.name].latencies if row.name in of_prompts else {},
+            file_bytes=decoder_bytes if row.name == EAGER else row.file_bytes,
+            status="refused" if was_refused else row.status,
+        )
 
 
 def _measure_prompts(trial: Trial, batch_sizes: Sequence[int] | None, seconds: float) -> dict[str, Row]:
@@ -117,15 +126,15 @@ def _measure_prompts(trial: Trial, batch_sizes: Sequence[int] | None, seconds: f
     return rows
 
 
-def _note_faster_prompts(result: Quantized, wanted: Sequence[str]) -> None:
+def _note_faster_prompts(result: Quantized, trial: Trial) -> None:
     """Note beside the picked form if another that might have been picked is faster at prompts."""
     assert result.report is not None
     rows = {row.name: row for row in result.report.rows}
     for batch, own in rows[result.name].prompts.items():
         others = {
             name: rows[name].prompts[batch]
-            for name in wanted
-            if rows[name].status in ("", "tie") and batch in rows[name].prompts
+            for name in trial.wanted
+            if name in trial.made and name not in trial.refused and batch in rows[name].prompts
         }
         fastest = min(others, key=lambda name: others[name].p50_ms, default=None)
         if fastest is not None and (found := speedup(others[fastest], own)).is_faster:
@@ -139,16 +148,23 @@ def _measure_memory(result: Quantized, trial: Trial, memory: Memory) -> None:
     program = trial.made[_FLOAT_PROGRAM].program if _FLOAT_PROGRAM in trial.made else None
     as_it_is = Form(EAGER, trial.module, program, no_file="" if program is not None else "torch.export cannot trace it")
     deadline = time.monotonic() + _MEMORY_SECONDS
-    for form in (trial.made[result.name], as_it_is, *(trial.made[name] for name in result.ties)):
+    for form in (as_it_is, trial.made[result.name], *(trial.made[name] for name in result.ties)):
         trial.progress(f"measures the memory of {form.name}", if_slow=True)
         try:
-            taken = memory(form, trial.inputs[:2], max(1.0, deadline - time.monotonic()))
+            taken = memory(form, trial.inputs[:2], _remaining(deadline))
         except Exception as error:  # of exporters, and of the process that runs the file
             _add_note(result.report, form.name, f"memory not measured: {first_line(error)}")
         else:
             result.report.rows = [
                 row._replace(memory_bytes=taken) if row.name == form.name else row for row in result.report.rows
             ]
+
+
+def _remaining(deadline: float) -> float:
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
+        raise TimeoutError(f"the {_MEMORY_SECONDS:.0f} s for all forms are over")
+    return seconds
 
 
 def _add_note(report: Report, name: str, note: str) -> None:

@@ -1,0 +1,42 @@
+"""Memory of a form in a process of its own, against the bytes of its weights."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_accel.callbacks.deployment import memory
+from lightning_accel.callbacks.deployment.memory import memory_of
+from lightning_accel.compress.quantization.form import Form, export
+from lightning_accel.compress.quantization.layers import find_layers
+from lightning_accel.compress.quantization.onnx import onnx_float
+
+
+def small_form():
+    module, call = nn.Linear(3, 2).eval(), ((torch.ones(4, 3),), {})
+    return module, Form("fp32 eager", module, export(module, [call])), [call]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["pt2", "onnx"])
+def test_memory_holds_the_weights_and_little_else(format):
+    if format == "onnx":
+        pytest.importorskip("onnxruntime")
+    module = nn.Sequential(*(nn.Linear(1000, 1000) for _ in range(15))).eval()
+    calls = [((torch.randn(size, 1000),), {}) for size in (6, 3)]
+    weights = sum(4 * one.numel() for one in module.parameters())
+    if format == "pt2":
+        form = Form("fp32 eager", module, export(module, calls))
+    else:
+        form = onnx_float(module, calls, find_layers(module))
+    assert weights < memory_of(module, form, calls) < 3 * weights
+
+
+def test_processes_that_fail_or_take_too_long_say_so(monkeypatch):
+    module, form, calls = small_form()
+    with pytest.raises(TimeoutError, match="a process takes longer than 0 s to load its file and run it"):
+        memory_of(module, form, calls, seconds=0.01)
+    monkeypatch.setattr(memory, "_COMMAND", "raise OSError('planted')")
+    with pytest.raises(RuntimeError, match="cannot load its file and run it: OSError: planted"):
+        memory_of(module, form, calls)
+    with pytest.raises(ValueError, match="it has no file: planted"):
+        memory_of(module, Form("int8", module, no_file="planted"), calls)
