@@ -1,6 +1,5 @@
 """Picture of the forms of a model by quality, time and size."""
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -55,7 +54,7 @@ def draw_frontier(points: Sequence[Point], title: str, time: str, quality: str, 
         quality: label of the vertical axis.
         higher_is_better: whether higher values of the quality are better.
     """
-    figure = figures.Figure(figsize=(8, 5), layout="constrained")
+    figure = figures.Figure(figsize=(9, 5), layout="constrained")
     agg.FigureCanvasAgg(figure)
     axis = figure.subplots()
     allowed = [point for point in points if not point.is_refused]
@@ -63,19 +62,21 @@ def draw_frontier(points: Sequence[Point], title: str, time: str, quality: str, 
     joined = [allowed[index] for index in front]
     axis.plot([point.time for point in joined], [point.quality for point in joined], color="0.6", zorder=1)
     largest = max((point.file_bytes or 0 for point in points), default=0)
-    for number, point in enumerate(sorted(points)):
+    for number, point in enumerate(sorted(points, key=lambda one: (one.quality, one.time))):
         area = max(_AREAS[0], (point.file_bytes or 0) / max(1, largest) * _AREAS[1])
         face = "none" if point.is_refused else point.colour
         axis.scatter(point.time, point.quality, area, facecolors=face, edgecolors=point.colour, alpha=0.8,
                      marker="o" if point.file_bytes else "X", zorder=2)  # fmt: skip
         size = "" if point.file_bytes is None else f", {point.file_bytes / 1e6:.3g} MB"
-        side = 1 if number % 2 else -1  # neighbours in time have their names above and below
-        offset = side * (math.sqrt(area / math.pi) + 3)
-        axis.annotate(f"{point.name}{size}", (point.time, point.quality), xytext=(0, offset), ha="center",
-                      va="bottom" if side > 0 else "top", textcoords="offset points", fontsize="small")  # fmt: skip
+        # In a column, in the order of the points, since many forms lie so close that their names would overlap
+        axis.annotate(
+            f"{point.name}{size}", (point.time, point.quality), xytext=(1.03, (number + 0.5) / len(points)),
+            textcoords="axes fraction", fontsize="small", va="center", annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": "0.8", "linewidth": 0.8, "relpos": (0, 0.5)},
+        )  # fmt: skip
     axis.set_xlabel(time)
     axis.set_ylabel(f"{quality} ({'higher' if higher_is_better else 'lower'} is better)")
-    axis.margins(0.2)
+    axis.margins(0.1)
     axis.spines[["top", "right"]].set_visible(False)
     notes = ["area: file size", "line: no form is better in both"]
     notes += ["hollow: refused"] if any(point.is_refused for point in points) else []

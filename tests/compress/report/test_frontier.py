@@ -43,13 +43,16 @@ def test_picture_joins_the_front_and_leaves_refused_forms_hollow():
     (line,) = axis.lines
     assert line.get_xydata().tolist() == [[1.0, 3.3], [2.0, 3.2]]
     assert [text.get_text() for text in axis.texts] == [
-        "wrong, 1 MB", "int4, 1 MB", "int8, 2 MB", "bf16", "fp32 eager, 8 MB"
+        "wrong, 1 MB", "int8, 2 MB", "fp32 eager, 8 MB", "bf16", "int4, 1 MB"
     ]  # fmt: skip
+    heights = [text.xyann[1] for text in axis.texts]
+    assert heights == sorted(heights)
     markers = axis.collections
     assert [len(one.get_facecolors()) for one in markers] == [0, 1, 1, 1, 1]
     assert tuple(markers[0].get_edgecolors()[0][:3]) == to_rgba("tab:blue")[:3]
-    sizes = [float(one.get_sizes()[0]) for one in markers]
-    assert sizes[4] == 4 * sizes[2] == 8 * sizes[1] == 8 * sizes[0] > 8 * sizes[3]
+    wrong, int8, eager, bf16, int4 = (float(one.get_sizes()[0]) for one in markers)
+    assert eager == 4 * int8 == 8 * int4 == 8 * wrong
+    assert bf16 < int4
     assert axis.get_ylabel() == "perplexity (lower is better)"
 
 
