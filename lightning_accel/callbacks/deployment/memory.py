@@ -6,16 +6,19 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from lightning_accel._private.torch import traced_inputs
+from lightning_accel.compress.autotuning import compile_frozen
 from lightning_accel.compress.calls import Inputs, Run, device_of
 from lightning_accel.compress.export.loading import load_compressed, onnx_session
 from lightning_accel.compress.export.writing import export
-from lightning_accel.compress.quantization.form import Compiled, Form
+from lightning_accel.compress.quantization.form import Form
 from lightning_accel.compress.quiet import suppress_output
 from lightning_accel.measure import PeakMemory
 from lightning_accel.ops.extras import require_module
@@ -27,8 +30,8 @@ def memory_of(module: nn.Module, form: Form, calls: Sequence[Inputs], seconds: f
     """Return the most bytes that a process needs to load the file of a form and to run it, beside what it has imported.
 
     The file is read and run in a process of its own, where nothing else of the model is. A program is compiled there,
-    unless ``form`` is the module itself. On the CPU, this is the rise of the peak of resident memory; on CUDA, the peak
-    of what tensors take.
+    once for all sizes of calls, unless ``form`` is the module itself. On the CPU, this is the rise of the peak of
+    resident memory, that of the compilation included; on CUDA, the peak of what tensors take.
 
     Args:
         module: in evaluation mode.
@@ -80,12 +83,7 @@ def run_file(path: str, inputs: str, device: str, num_threads: str, is_compiled:
     _run_small(path, device, bool(int(is_compiled)))
     peak = PeakMemory(torch.device(device))
     calls = torch.load(inputs, device, weights_only=True)
-    run: Run
-    if path.endswith(".onnx"):
-        run = load_compressed(path)
-    else:
-        program = torch.export.load(path).module(check_guards=False)
-        run = Compiled(program) if int(is_compiled) else program
+    run: Run = load_compressed(path) if path.endswith(".onnx") else _load_program(path, bool(int(is_compiled)))
     for args, kwargs in calls:
         run(*args, **kwargs)
     print(peak.read())
@@ -101,13 +99,17 @@ def _run_small(path: str, device: str, is_compiled: bool) -> None:
         one = torch.ones(2, 2).numpy()
         onnx_session(model.SerializeToString(), ["CPUExecutionProvider"]).run(None, {"a": one, "b": one})
         return
-    small, example = nn.Linear(2, 2, device=device), torch.ones(1, 2, device=device)
-    run = _through_file(small, example)
-    (Compiled(run) if is_compiled else run)(example)
-
-
-def _through_file(module: nn.Module, example: Tensor) -> nn.Module:
+    if is_compiled:
+        with suppress(ModuleNotFoundError):
+            require_module("torchao.quantization.pt2e")  # registers the operators of quantized programs
+    example = torch.ones(1, 2, device=device)
     with io.BytesIO() as file:
-        torch.export.save(torch.export.export(module, (example,)), file)
+        torch.export.save(torch.export.export(nn.Linear(2, 2, device=device), (example,)), file)
         file.seek(0)
-        return torch.export.load(file).module()
+        _load_program(file, is_compiled)(example)
+
+
+def _load_program(file: str | io.BytesIO, is_compiled: bool) -> Run:
+    """Load a program; compile it once for calls of all sizes, as :func:`load_compressed` does of what is exported."""
+    program: Any = torch.export.load(file).module(check_guards=False)
+    return compile_frozen(program, traced_inputs(program)) if is_compiled else program

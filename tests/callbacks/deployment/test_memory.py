@@ -9,6 +9,7 @@ from lightning_accel.callbacks.deployment.memory import memory_of
 from lightning_accel.compress.quantization.form import Form, export
 from lightning_accel.compress.quantization.layers import find_layers
 from lightning_accel.compress.quantization.onnx import onnx_float
+from lightning_accel.compress.quantization.pt2e import torchao_weight_only
 
 
 def small_form():
@@ -17,18 +18,27 @@ def small_form():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", ["pt2", "onnx"])
-def test_memory_holds_the_weights_and_little_else(format):
-    if format == "onnx":
-        pytest.importorskip("onnxruntime")
+@pytest.mark.parametrize("kind", ["fp32 eager", "fp32 compiled", "fp32 ONNX Runtime"])
+def test_memory_holds_the_weights_and_little_else(kind):
     module = nn.Sequential(*(nn.Linear(1000, 1000) for _ in range(15))).eval()
     calls = [((torch.randn(size, 1000),), {}) for size in (6, 3)]
     weights = sum(4 * one.numel() for one in module.parameters())
-    if format == "pt2":
-        form = Form("fp32 eager", module, export(module, calls))
-    else:
+    if kind == "fp32 ONNX Runtime":
+        pytest.importorskip("onnxruntime")
         form = onnx_float(module, calls, find_layers(module))
-    assert weights < memory_of(module, form, calls) < 3 * weights
+    else:
+        form = Form(kind, module if kind == "fp32 eager" else module.forward, export(module, calls))
+    assert weights < memory_of(module, form, calls, 500) < 3 * weights
+
+
+@pytest.mark.slow
+def test_quantized_programs_are_loaded_and_run():
+    pytest.importorskip("torchao")
+    module = nn.Sequential(*(nn.Linear(1000, 1000) for _ in range(15))).eval()
+    calls = [((torch.randn(size, 1000),), {}) for size in (6, 3)]
+    weights = sum(4 * one.numel() for one in module.parameters())
+    form = torchao_weight_only(module, calls, find_layers(module))
+    assert weights / 4 < memory_of(module, form, calls, 500) < 4 * weights  # the compilation holds floats
 
 
 def test_processes_that_fail_or_take_too_long_say_so(monkeypatch):
