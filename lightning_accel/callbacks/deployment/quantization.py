@@ -278,15 +278,7 @@ class Quantization(L.Callback):
             return
         if not self._is_measured_here:
             raise not_logged("Quantization", self.monitor, found.figures)
-        args, kwargs = found.inputs[0]
-        with torch.no_grad(), measured_perplexity(found.module) as perplexity:
-            output = found.module(*args, **kwargs)
-        if perplexity.value is None:
-            raise ValueError(
-                f"monitor='perplexity' needs calls of {type(found.module).__name__} with tokens, int64 (B, T), that "
-                f"return logits (B, T, V) of them all; validation_step gets {type(output).__name__} without such. Call "
-                "the language model itself there, or monitor a metric that validation_step logs"
-            )
+        _require_perplexity(found)
 
     @property
     def _is_measured_here(self) -> bool:
@@ -433,7 +425,7 @@ class Quantization(L.Callback):
                 raise RuntimeError("no step was trained in int8: the run ended before begin, or no layer was called")
         limit = None
         if loader:
-            judged = partial(self._judge, module, loader, deployed, datamodule)
+            judged = partial(_validate, module, loader, deployed, datamodule, self._max_length is not None)
             limit = Limit(judged, self.monitor, self.max_drop, self.monitor_mode == "max")
         excluded = self._excluded_of(module, deployed)
         options: dict[str, Any] = {
@@ -460,17 +452,6 @@ class Quantization(L.Callback):
             progress=Progress(rank_zero_info, "decoding"),
         )
 
-    def _judge(
-        self, module: L.LightningModule, loader: Any, deployed: Deployed, datamodule: Any, run: Any
-    ) -> dict[str, float]:
-        """Return the metrics of validation with ``run`` in place of the deployed module, and the perplexity of text."""
-        run = None if run is deployed.module else run  # a module cannot replace its own forward
-        if self._max_length is None:
-            return evaluate(module, loader, deployed.name, run, datamodule=datamodule)
-        with measured_perplexity(deployed.module) as perplexity:
-            figures = evaluate(module, loader, deployed.name, run, datamodule=datamodule)
-        return ({} if perplexity.value is None else {PERPLEXITY: perplexity.value}) | figures
-
     def _excluded_of(self, module: L.LightningModule, deployed: Deployed) -> list[str]:
         """Return the names of the layers to exclude within the deployed module, "" for itself."""
         prefix = f"{deployed.name}." if deployed.name else ""
@@ -493,6 +474,31 @@ def _call_flat(module: nn.Module, call: Inputs) -> None:
     structure = Structure.of(module, call)
     result = Flat(module, structure)(*tensors_of(call))
     noise_share(result, structure.rebuild(result))
+
+
+def _require_perplexity(found: Deployed) -> None:
+    """Raise a ValueError if the perplexity of calls of the deployed module cannot be told."""
+    args, kwargs = found.inputs[0]
+    with torch.no_grad(), measured_perplexity(found.module) as perplexity:
+        output = found.module(*args, **kwargs)
+    if perplexity.value is None:
+        raise ValueError(
+            f"monitor='perplexity' needs calls of {type(found.module).__name__} with tokens, int64 (B, T), that return "
+            f"logits (B, T, V) of them all; validation_step gets {type(output).__name__} without such. Call the "
+            "language model itself there, or monitor a metric that validation_step logs"
+        )
+
+
+def _validate(
+    module: L.LightningModule, loader: Any, deployed: Deployed, datamodule: Any, is_of_text: bool, run: Any
+) -> dict[str, float]:
+    """Return the metrics of validation with ``run`` in place of the deployed module, and the perplexity of text."""
+    run = None if run is deployed.module else run  # a module cannot replace its own forward
+    if not is_of_text:
+        return evaluate(module, loader, deployed.name, run, datamodule=datamodule)
+    with measured_perplexity(deployed.module) as perplexity:
+        figures = evaluate(module, loader, deployed.name, run, datamodule=datamodule)
+    return ({} if perplexity.value is None else {PERPLEXITY: perplexity.value}) | figures
 
 
 def _save_report(report: Report | None, folder: Path) -> None:
