@@ -4,22 +4,22 @@ python benchmarks/bench_weight_only.py [--quick] [--seeds 0 1 2] [--steps 1500] 
 
 A small Llama of transformers, trained on the bytes that Python carries, gives the perplexity, per byte of 1,024 windows
 of the test text; 64 training windows calibrate. A Llama of random weights (width, layers), gives the speed: tokens a
-second of a prompt of 128, and of single tokens after it, with a cache, batch 1, one thread; forms take turns, and the
-median round is quoted. By hand: ONNX Runtime's own MatMulNBitsQuantizer with its defaults but for accuracy_level=4,
-without which nothing is gained, and torchao's Int8WeightOnlyConfig, compiled, in bfloat16.
+second of a prompt of 128, and of single tokens after it, with a cache, batch 1, one thread, by the median call, in
+blocks that take turns; and the memory of a process that has nothing but the file. By hand: ONNX Runtime's own
+MatMulNBitsQuantizer with its defaults but for accuracy_level=4, without which nothing is gained, and torchao's
+Int8WeightOnlyConfig, compiled, in bfloat16.
 """
 
 import argparse
 import copy
-import io
 import json
 import logging
-import math
 import statistics
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,18 +33,22 @@ from onnxruntime.quantization.onnx_model import ONNXModel
 from torch import Tensor, nn
 
 from lightning_accel import TextDataModule
-from lightning_accel.compress import CachedDecoder
+from lightning_accel.callbacks.deployment.memory import memory_of
+from lightning_accel.compress import CachedDecoder, measure_latency
 from lightning_accel.compress.calls import Inputs, Run
+from lightning_accel.compress.quantization.form import Form, export
 from lightning_accel.compress.quantization.layers import find_layers
 from lightning_accel.compress.quantization.onnx import OnnxCall, onnx_float, write_float_files
 from lightning_accel.compress.quantization.onnx_blockwise import onnx_int4, onnx_int8
 from lightning_accel.compress.quiet import suppress_output
+from lightning_accel.compress.report.perplexity import Perplexity
+from lightning_accel.compress.report.report import saved_bytes
 
 PROMPT = 128
 
 
-def by_hand(module: nn.Module, inputs: list[Inputs], bits: int) -> tuple[Run, int]:
-    """Return a call of the file that ONNX Runtime's quantizer makes, and its size."""
+def by_hand(module: nn.Module, inputs: list[Inputs], bits: int) -> Form:
+    """Make a form of the file that ONNX Runtime's quantizer makes."""
     with tempfile.TemporaryDirectory() as folder, suppress_output():
         structure, _, ready = write_float_files(module, inputs, Path(folder))
         graph = ONNXModel(onnx.load(ready))
@@ -52,26 +56,18 @@ def by_hand(module: nn.Module, inputs: list[Inputs], bits: int) -> tuple[Run, in
     quantizer = MatMulNBitsQuantizer(graph.model, bits=bits, accuracy_level=4)
     quantizer.process()
     content = quantizer.model.model.SerializeToString()
-    return OnnxCall(content, structure), len(content)
+    name = f"int{bits} by hand, ONNX Runtime"
+    return Form(name, OnnxCall(content, structure), onnx=content, file_bytes=len(content))
 
 
-def forms(module: nn.Module, inputs: list[Inputs]) -> dict[str, tuple[Run, int]]:
+def forms(module: nn.Module, inputs: list[Inputs]) -> list[Form]:
     layers = find_layers(module)
-    made = {"fp32 eager": (module, size_of(module))}
+    made = [Form("fp32 eager", module, file_bytes=saved_bytes(module))]
     for make in (onnx_float, onnx_int8, onnx_int4):
         start = time.perf_counter()
-        form = make(module, inputs, layers)
-        made[form.name] = form.run, form.file_bytes or 0
-        print(f"{form.name}: made in {time.perf_counter() - start:.0f} s", flush=True)
-    for bits in (8, 4):
-        made[f"int{bits} by hand, ONNX Runtime"] = by_hand(module, inputs, bits)
-    return made
-
-
-def size_of(module: nn.Module) -> int:
-    file = io.BytesIO()
-    torch.save(module.state_dict(), file)
-    return len(file.getbuffer())
+        made.append(make(module, inputs, layers))
+        print(f"{made[-1].name}: made in {time.perf_counter() - start:.0f} s", flush=True)
+    return made + [by_hand(module, inputs, bits) for bits in (8, 4)]
 
 
 def torchao_by_hand(decoder: nn.Module) -> Run:
@@ -89,11 +85,12 @@ def torchao_by_hand(decoder: nn.Module) -> Run:
 
 @torch.no_grad()
 def perplexity(run: Callable[[Tensor], Any], data: TextDataModule) -> float:
-    losses = []
+    found = Perplexity()
     for tokens in islice(data.test_dataloader(), NUM_TEST // data.batch_size):
         logits = run(tokens[:, :-1])
-        losses.append(F.cross_entropy(logits.float().transpose(1, 2), tokens[:, 1:], reduction="none").mean(1))
-    return math.exp(float(torch.cat(losses).mean()))
+        found.add(F.cross_entropy(logits.float().transpose(1, 2), tokens[:, 1:], reduction="none").flatten())
+    assert found.value is not None
+    return found.value
 
 
 def quality(seeds: list[int], steps: int) -> dict[str, list[float]]:
@@ -103,8 +100,8 @@ def quality(seeds: list[int], steps: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for seed in seeds:
         model = train("Llama", seed, steps, "cpu", data)
-        for name, (run, _) in forms(model, calls_of(data, model.device)).items():
-            found.setdefault(name, []).append(perplexity(run, data))
+        for form in forms(model, calls_of(data, model.device)):
+            found.setdefault(form.name, []).append(perplexity(form.run, data))
     return found
 
 
@@ -120,26 +117,22 @@ def random_llama(width: int, layers: int) -> nn.Module:
 
 
 @torch.no_grad()
-def speed(width: int, layers: int, rounds: int) -> dict[str, dict[str, float]]:
+def speed(width: int, layers: int, seconds: float) -> dict[str, dict[str, float | None]]:
     decoder = CachedDecoder(random_llama(width, layers), 2 * PROMPT).eval()
     calls = decoder.calls(torch.randint(0, 32_000, (1, PROMPT)))
-    made = forms(decoder, calls) | {"int8 by hand, torchao, bf16": (torchao_by_hand(decoder), 0)}
-    times: dict[tuple[str, int], list[float]] = {}
-    for turn in range(rounds + 1):
-        for name, (run, _) in made.items():
-            for number, (args, _) in enumerate(calls):
-                for _ in range(1 if number == 0 else 5):
-                    start = time.perf_counter()
-                    run(*args)
-                    if turn:  # the first warms up
-                        times.setdefault((name, number), []).append(time.perf_counter() - start)
+    made = [*forms(decoder, calls), Form("int8 by hand, torchao, bf16", torchao_by_hand(decoder))]
+    prompt, following = (
+        measure_latency({form.name: partial(form.run, *args) for form in made}, seconds) for args, _ in calls
+    )
+    made[0].program = export(decoder, calls)
     return {
-        name: {
-            "prompt": PROMPT / statistics.median(times[name, 0]),
-            "next": 1 / statistics.median(times[name, 1]),
-            "bytes": size,
+        form.name: {
+            "prompt": 1e3 * PROMPT / prompt[form.name].p50_ms,
+            "next": 1e3 / following[form.name].p50_ms,
+            "bytes": form.file_bytes,
+            "memory": None if form.program is None and form.onnx is None else memory_of(decoder, form, calls, 600),
         }
-        for name, (_, size) in made.items()
+        for form in made
     }
 
 
@@ -162,11 +155,12 @@ def main() -> None:
     print("\n| form | perplexity, mean | of each seed |\n|---|---:|---|")
     for name, values in perplexities.items():
         print(f"| {name} | {statistics.mean(values):.4f} | {', '.join(f'{one:.4f}' for one in values)} |", flush=True)
-    speeds = speed(*size, rounds=3 if options.quick else 7)
+    speeds = speed(*size, seconds=0.5 if options.quick else 20)
     print(f"\nLlama of width {size[0]}, {size[1]} layers")
-    print("| form | tokens/s, prompt | tokens/s, next | file, MB |\n|---|---:|---:|---:|")
+    print("| form | tokens/s, prompt | tokens/s, next | file, MB | memory, MB |\n|---|---:|---:|---:|---:|")
     for name, row in speeds.items():
-        print(f"| {name} | {row['prompt']:.0f} | {row['next']:.1f} | {row['bytes'] / 1e6:.0f} |")
+        sizes = ("" if row[key] is None else f"{row[key] / 1e6:.0f}" for key in ("bytes", "memory"))
+        print(f"| {name} | {row['prompt']:.0f} | {row['next']:.1f} | {' | '.join(sizes)} |")
     if options.json:
         options.json.write_text(json.dumps({"perplexity": perplexities, "speed": speeds}, indent=1))
 

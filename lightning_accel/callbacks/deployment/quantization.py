@@ -26,6 +26,7 @@ from lightning_accel.callbacks.deployment.copies import (
 )
 from lightning_accel.callbacks.deployment.export import file_of_quantized
 from lightning_accel.callbacks.deployment.loaders import in_random_order, undistributed
+from lightning_accel.callbacks.deployment.memory import memory_of
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.resume.random_state import restored_random_state
 from lightning_accel.callbacks.trainer_callbacks import not_logged
@@ -43,10 +44,12 @@ from lightning_accel.compress.quantization.quantized import (
     Limit,
     NothingPickedError,
     Quantized,
+    judge,
     quantize,
     require_form,
 )
 from lightning_accel.compress.report.latency import speedup
+from lightning_accel.compress.report.perplexity import PERPLEXITY, measured_perplexity
 from lightning_accel.compress.report.progress import Progress
 from lightning_accel.compress.report.report import Report, describe_speedup
 from lightning_accel.ops.names import list_of_names, require_one_of
@@ -68,7 +71,13 @@ class Quantization(L.Callback):
     give the reasons, and the module is kept in float.
 
     Beside ``Export(max_length=...)``, which writes a decoder of text, the forms that validation allows are made of that
-    decoder, too, and the fastest at one token after a prompt is picked; a second report, ``decoding``, has their times.
+    decoder, and the fastest at one token after a prompt is picked. Its report, ``decoding``, has tokens per second of
+    prompts and of next tokens, file sizes, metrics, and the memory that a process needs for the decoder as it is, the
+    picked form and its ties. A further metric, ``perplexity``, is that of the texts that ``validation_step`` calls the
+    deployed module with: the exponential of the mean loss, in nats, of a token after those before it in the call.
+    Padding and labels of -100 do not count.
+
+    A picture beside the report, ``..._frontier.png``, shows quality against latency, and which forms no other beats.
 
     With ``mode="qat"`` linear layers and convolutions round their weights and inputs to int8 while they train, from
     ``begin`` on, with the grid of the later static form on this CPU: inputs have 8 bits with VNNI, else 7. No parameter
@@ -82,7 +91,8 @@ class Quantization(L.Callback):
         calibrate: number of training samples for calibrating the ranges, and for rounding to 4 bits.
         exclude: layers that stay in float, or modules around them: names or patterns of them (``"head"``,
             ``"blocks.*.norm"``), or classes by name.
-        monitor: validation metric that measures the quality of a form.
+        monitor: validation metric that measures the quality of a form; beside ``Export(max_length=...)`` it may be
+            ``perplexity``, which need not be logged.
         monitor_mode: ``max`` if higher values are better, ``min`` if lower values are.
         max_drop: how much worse than in float ``monitor`` may become. The layers that harm it most stay in float until
             it is within this limit; a form that stays beyond it is not picked. Only with a limit are weights in 4 bits
@@ -133,6 +143,8 @@ class Quantization(L.Callback):
             raise ValueError(f"monitor_mode must be 'max' or 'min'; got {monitor_mode!r}")
         if max_drop is not None and monitor is None:
             raise ValueError("max_drop needs monitor, the figure of validation that may drop, such as 'val/accuracy'")
+        if monitor == PERPLEXITY and monitor_mode == "max":
+            raise ValueError("lower perplexities are better: monitor='perplexity' needs monitor_mode='min'")
         if max_drop is not None and not max_drop >= 0:
             raise ValueError(f"max_drop must be at least 0, in the unit of {monitor!r}; got {max_drop}")
         if calibrate < 1:
@@ -167,7 +179,6 @@ class Quantization(L.Callback):
         self.device = device
         self._file_format: str | None = None
         self._max_length: int | None = None  # of the decoder of text that is exported, if one is
-        self._reports: list[Report | None] = []
         self.result: Quantized | None = None
         self._layers: dict[str, FakeQuantized] = {}
         self._loaded: dict[str, Tensor] = {}
@@ -263,8 +274,16 @@ class Quantization(L.Callback):
                 ) from error
 
     def _check_monitor(self, found: Deployed) -> None:
-        if self.monitor is not None and self.monitor not in found.figures:
+        if self.monitor is None or self.monitor in found.figures:
+            return
+        if not self._is_measured_here:
             raise not_logged("Quantization", self.monitor, found.figures)
+        _require_perplexity(found)
+
+    @property
+    def _is_measured_here(self) -> bool:
+        """Return whether the monitored metric is the perplexity, which need not be logged, of a decoder of text."""
+        return self.monitor == PERPLEXITY and self._max_length is not None
 
     def _attach(self, pl_module: L.LightningModule) -> None:
         inside = f"{self.module}." if self.module else ""
@@ -282,7 +301,9 @@ class Quantization(L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Reject an unknown ``monitor``, which usually happens in the sanity check before training."""
-        if self.monitor is not None and trainer.callback_metrics and self.monitor not in trainer.callback_metrics:
+        if self.monitor is None or self._is_measured_here:
+            return
+        if trainer.callback_metrics and self.monitor not in trainer.callback_metrics:
             raise not_logged("Quantization", self.monitor, trainer.callback_metrics)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -349,13 +370,11 @@ class Quantization(L.Callback):
         datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
         loaders = undistributed(trainer.train_dataloader), undistributed(trainer.val_dataloaders)
         try:
-            self.convert(copied.to(self.device), *loaders, datamodule)
+            report = self.convert(copied.to(self.device), *loaders, datamodule).report
         except NothingPickedError as error:
-            self._reports.append(error.report)
+            _save_report(error.report, folder)
             raise
-        finally:
-            for report in self._reports:
-                _save_report(report, folder)
+        _save_report(report, folder)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._in_batch = None  # other processes may not have got this far
@@ -380,14 +399,9 @@ class Quantization(L.Callback):
             NothingPickedError: if no form can be created, or none is within ``max_drop``; it holds the report.
         """
         detach(module)
-        self._reports = []
         with restored_random_state():
             deployed = self._find(module, train_loader, datamodule)
             self.result = self._quantize(module, deployed, val_loader, datamodule)
-            self._reports.append(self.result.report)
-            if self._max_length is not None:
-                self.result = self._quantize_decoder(module, deployed, self.result, self._max_length)
-                self._reports.append(self.result.report)
         self.result.deployed = deployed.name
         rank_zero_info(_summary(self.result, self.mode))
         return self.result
@@ -411,39 +425,30 @@ class Quantization(L.Callback):
                 raise RuntimeError("no step was trained in int8: the run ended before begin, or no layer was called")
         limit = None
         if loader:
-
-            def judge(run: Any) -> dict[str, float]:
-                run = None if run is deployed.module else run  # a module cannot replace its own forward
-                return evaluate(module, loader, deployed.name, run, datamodule=datamodule)
-
-            limit = Limit(judge, self.monitor, self.max_drop, self.monitor_mode == "max")
-        return quantize(
-            deployed.module,
-            deployed.inputs,
-            "static" if self.mode == "qat" else self.mode,
-            self.backend,
-            exclude=self._excluded_of(module, deployed),
-            limit=limit,
-            batch_sizes=self._batch_sizes(deployed.inputs[0]),
-            seconds=self.seconds,
-            ranges=ranges,
-            file_format=self._file_format,
-            progress=Progress(rank_zero_info, "quantization"),
-        )
-
-    def _quantize_decoder(
-        self, module: L.LightningModule, deployed: Deployed, judged: Quantized, max_length: int
-    ) -> Quantized:
-        assert self.mode != "qat"
+            judged = partial(_validate, module, loader, deployed, datamodule, self._max_length is not None)
+            limit = Limit(judged, self.monitor, self.max_drop, self.monitor_mode == "max")
+        excluded = self._excluded_of(module, deployed)
+        options: dict[str, Any] = {
+            "exclude": excluded,
+            "limit": limit,
+            "ranges": ranges,
+            "file_format": self._file_format,
+            "progress": Progress(rank_zero_info, "quantization"),
+        }
+        batch_sizes = self._batch_sizes(deployed.inputs[0])
+        mode = "static" if self.mode == "qat" else self.mode
+        if self._max_length is None:
+            return quantize(deployed.module, deployed.inputs, mode, self.backend, batch_sizes=batch_sizes,
+                            seconds=self.seconds, **options)  # fmt: skip
+        decoder = CachedDecoder(deployed.module, self._max_length)
         return quantize_decoder(
-            CachedDecoder(deployed.module, max_length),
-            [tokens_of(call, max_length) for call in deployed.inputs],
-            judged,
-            self.mode,
-            self.backend,
-            exclude=self._excluded_of(module, deployed),
+            decoder,
+            [tokens_of(call, self._max_length) for call in deployed.inputs],
+            judge(deployed.module, deployed.inputs, mode, self.backend, **options),
+            exclude=excluded,
+            batch_sizes=batch_sizes,
             seconds=self.seconds,
-            file_format=self._file_format,
+            memory=partial(memory_of, decoder),
             progress=Progress(rank_zero_info, "decoding"),
         )
 
@@ -469,6 +474,31 @@ def _call_flat(module: nn.Module, call: Inputs) -> None:
     structure = Structure.of(module, call)
     result = Flat(module, structure)(*tensors_of(call))
     noise_share(result, structure.rebuild(result))
+
+
+def _require_perplexity(found: Deployed) -> None:
+    """Raise a ValueError if the perplexity of calls of the deployed module cannot be told."""
+    args, kwargs = found.inputs[0]
+    with torch.no_grad(), measured_perplexity(found.module) as perplexity:
+        output = found.module(*args, **kwargs)
+    if perplexity.value is None:
+        raise ValueError(
+            f"monitor='perplexity' needs calls of {type(found.module).__name__} with tokens, int64 (B, T), that return "
+            f"logits (B, T, V) of them all; validation_step gets {type(output).__name__} without such. Call the "
+            "language model itself there, or monitor a metric that validation_step logs"
+        )
+
+
+def _validate(
+    module: L.LightningModule, loader: Any, deployed: Deployed, datamodule: Any, is_of_text: bool, run: Any
+) -> dict[str, float]:
+    """Return the metrics of validation with ``run`` in place of the deployed module, and the perplexity of text."""
+    run = None if run is deployed.module else run  # a module cannot replace its own forward
+    if not is_of_text:
+        return evaluate(module, loader, deployed.name, run, datamodule=datamodule)
+    with measured_perplexity(deployed.module) as perplexity:
+        figures = evaluate(module, loader, deployed.name, run, datamodule=datamodule)
+    return ({} if perplexity.value is None else {PERPLEXITY: perplexity.value}) | figures
 
 
 def _save_report(report: Report | None, folder: Path) -> None:

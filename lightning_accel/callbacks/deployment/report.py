@@ -1,11 +1,9 @@
 """Cost and quality report of a trained model, its plain forms and the original model."""
 
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 
 import lightning as L
-import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
@@ -27,7 +25,7 @@ from lightning_accel.compress.calls import Run, device_of, num_samples, smallest
 from lightning_accel.compress.report.forms import measure_forms, plain_forms
 from lightning_accel.compress.report.macs import count_macs
 from lightning_accel.compress.report.progress import Progress
-from lightning_accel.compress.report.report import Report, count_parameters, describe_layers
+from lightning_accel.compress.report.report import Report, count_parameters, describe_layers, saved_bytes
 from lightning_accel.ops.extras import require_module
 
 _AT_FIRST = "before training"
@@ -103,14 +101,15 @@ class CompressionReport(L.Callback):
             parameters, _ = count_parameters(start.parameters())
             call = smallest_call(start, found.inputs[0])
             macs = count_macs(start, *call).total // num_samples(call)
-            of_start = rows.pop(_AT_FIRST)._replace(parameters=parameters, macs=macs, file_bytes=_file_bytes(start))
+            of_start = rows.pop(_AT_FIRST)._replace(parameters=parameters, macs=macs, file_bytes=saved_bytes(start))
             report.add(of_start)
         for name, row in rows.items():
             if not row.note:
                 progress(f"validates {name}", if_slow=True)
                 run = None if plain[name] is found.module else plain[name]
                 row = row._replace(metrics=evaluate(copied, loader, found.name, run, datamodule=datamodule))
-            report.add(row._replace(file_bytes=_file_bytes(plain[name])))
+            form = plain[name]  # compiled ones have no file
+            report.add(row._replace(file_bytes=saved_bytes(form) if isinstance(form, nn.Module) else None))
         report.layers = describe_layers(
             found.module, *smallest_call(found.module, found.inputs[0]), reasons_left_out(trainer, found.name)
         )
@@ -119,12 +118,3 @@ class CompressionReport(L.Callback):
 
 def _try_layers(found: Deployed) -> None:
     describe_layers(found.module, *smallest_call(found.module, found.inputs[0]))
-
-
-def _file_bytes(form: Run) -> int | None:
-    """Return the size of the weights as ``torch.save`` writes them; None for compiled programs, which have no file."""
-    if not isinstance(form, nn.Module):
-        return None
-    file = BytesIO()
-    torch.save(form.state_dict(), file)
-    return file.tell()

@@ -74,7 +74,7 @@ MAKERS = {
 # From the simplest: weight-only forms have no integers between layers, and dynamic ones need no calibration
 _SIMPLEST_FIRST = ("float", "weight_only", "dynamic", "static")
 _SIMILAR = 1.05  # files within this factor count as equally large, and tied medians as equally fast
-_EAGER = "fp32 eager"
+EAGER = "fp32 eager"
 
 
 @dataclass
@@ -189,6 +189,29 @@ def quantize(
         ...
     ValueError: inputs are needed: at least one call of the module, as (args, kwargs)
     """
+    trial = judge(
+        module, inputs, mode, backend, exclude=exclude, limit=limit, ranges=ranges, file_format=file_format,
+        progress=progress,
+    )  # fmt: skip
+    return pick(trial, batch_sizes, seconds)
+
+
+def judge(
+    module: nn.Module,
+    inputs: Sequence[Inputs],
+    mode: Mode = "auto",
+    backend: Backend = "auto",
+    *,
+    exclude: Iterable[Exclusion] = (),
+    limit: Limit | None = None,
+    ranges: Ranges | None = None,
+    file_format: str | None = None,
+    progress: Progress | None = None,
+) -> "Trial":
+    """Make the forms of ``module`` that this machine can run, and refuse those that are not within ``limit``.
+
+    Arguments and errors are those of :func:`quantize`.
+    """
     device = device_of(module)
     require_form(mode, backend, device.type, file_format)
     if not inputs:
@@ -196,7 +219,6 @@ def quantize(
     exclude = list_of_names(exclude)
     layers = find_layers(module, exclude)
     inputs = [sort_keywords(module.forward, call) for call in inputs]
-    progress = Progress(None) if progress is None else progress
     is_limited = mode == "weight_only" or (limit is not None and limit.max_drop is not None)
     makers = {
         name: maker
@@ -204,31 +226,39 @@ def quantize(
         if device.type in maker.devices and (is_limited or not maker.needs_limit)
     }
     wanted = [name for name, maker in makers.items() if is_wanted(maker, mode, backend, file_format)]
-    trial = Trial(module, inputs, limit, ranges, progress)
+    trial = Trial(module, inputs, wanted, limit, ranges, Progress(None) if progress is None else progress)
     with sharing_export():
-        trial.make([name for name in makers if name in wanted or is_compared(name, wanted)], layers)
+        trial.make({name: layers for name in makers if name in wanted or is_compared(name, wanted)})
         trial.evaluate()
         trial.refuse_worse(wanted, exclude)
         trial.refuse_unlimited()
-    return pick(trial, wanted, batch_sizes, seconds)
+    return trial
 
 
 @dataclass
 class Trial:
-    """Hold the forms that were made, their figures, and the reasons for those that may not be picked, by name."""
+    """Hold the forms that were made, their figures, and the reasons for those that may not be picked, by name.
+
+    Attributes:
+        wanted: names of the forms that ``mode`` and ``backend`` allow; others are made for comparison.
+        sensitive: by form, the layers that stay in float to keep it within the limit, with the reason for each.
+    """
 
     module: nn.Module
     inputs: Sequence[Inputs]
+    wanted: Sequence[str]
     limit: Limit | None
     ranges: Ranges | None
     progress: Progress
     made: dict[str, Form] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     figures: dict[str, Mapping[str, float]] = field(default_factory=dict)
+    sensitive: dict[str, dict[str, str]] = field(default_factory=dict)
 
-    def make(self, names: Sequence[str], layers: Layers) -> None:
-        for number, name in enumerate(names, start=1):
-            self.progress(f"form {number} of {len(names)}: {name}")
+    def make(self, layers_of: Mapping[str, Layers]) -> None:
+        """Make forms, by their names, of these layers."""
+        for number, (name, layers) in enumerate(layers_of.items(), start=1):
+            self.progress(f"form {number} of {len(layers_of)}: {name}")
             try:
                 form = self._make(name, layers)
                 if self.limit is None or self.limit.max_drop is None:  # else limit.evaluate finds wrong outputs
@@ -245,9 +275,9 @@ class Trial:
         if self.limit is None:
             return
         self.progress("validates fp32 eager")
-        self.figures[_EAGER] = self.limit.evaluate(self.module)
-        if self.limit.monitor is not None and self.limit.monitor not in self.figures[_EAGER]:
-            known = ", ".join(self.figures[_EAGER])
+        self.figures[EAGER] = self.limit.evaluate(self.module)
+        if self.limit.monitor is not None and self.limit.monitor not in self.figures[EAGER]:
+            known = ", ".join(self.figures[EAGER])
             raise ValueError(f"monitor={self.limit.monitor!r} is not logged in validation; what is: {known}")
         for name in list(self.made):
             self.progress(f"validates {name}", if_slow=True)
@@ -260,9 +290,9 @@ class Trial:
     def refuse_worse(self, wanted: Sequence[str], exclude: Iterable[Exclusion]) -> None:
         """Refuse the forms that are not within the limit, unless a wanted static one is with layers in float."""
         for name in list(self.made):
-            if self.limit is None or self.limit.allows(self.figures[_EAGER], self.figures[name]):
+            if self.limit is None or self.limit.allows(self.figures[EAGER], self.figures[name]):
                 continue
-            worse = self.limit.drop(self.figures[_EAGER], self.figures[name])
+            worse = self.limit.drop(self.figures[EAGER], self.figures[name])
             self.refused[name] = f"{self.limit.monitor} is {worse:.4g} worse"
             if name in wanted and MAKERS[name].kind == "static":
                 self.progress(f"{name}: {self.refused[name]}; leaves layers in float")
@@ -283,11 +313,12 @@ class Trial:
         for count in _powers_of_two(len(ranked)):
             left = list(ranked)[:count]
             layers = find_layers(self.module, [*exclude, *left])
-            layers.left_float.update({key: f"sensitive: {ranked[key]:.2g} of the output is error" for key in left})
+            reasons = {key: f"sensitive: {ranked[key]:.2g} of the output is error" for key in left}
+            layers.left_float.update(reasons)
             form = self._make(name, layers)
             figures = limit.evaluate(form.run)
-            if limit.allows(self.figures[_EAGER], figures):
-                self.made[name], self.figures[name] = form, figures
+            if limit.allows(self.figures[EAGER], figures):
+                self.made[name], self.figures[name], self.sensitive[name] = form, figures, reasons
                 del self.refused[name]
                 return
 
@@ -358,20 +389,14 @@ def _powers_of_two(total: int) -> list[int]:
     return sorted({*(2**power for power in range(20) if 2**power < total), total - 1} - {0})
 
 
-def pick(
-    trial: Trial,
-    wanted: Sequence[str],
-    batch_sizes: Sequence[int] | None,
-    seconds: float,
-    timed: Inputs | None = None,
-) -> Quantized:
-    """Measure the forms on ``timed``, by default the first call, and pick the fastest of those that are ``wanted``."""
+def pick(trial: Trial, batch_sizes: Sequence[int] | None, seconds: float, timed: Inputs | None = None) -> Quantized:
+    """Measure the forms on ``timed``, by default the first call, and pick the fastest of those that are wanted."""
     made, refused = trial.made, trial.refused
-    candidates = [name for name in made if name in wanted and name not in refused]
+    candidates = [name for name in made if name in trial.wanted and name not in refused]
     rows = measure_forms(
         trial.module,
         trial.inputs[0] if timed is None else timed,
-        {_EAGER: trial.module} | {name: form.run for name, form in made.items()},
+        {EAGER: trial.module} | {name: form.run for name, form in made.items()},
         batches=batch_sizes,
         seconds=seconds,
         contenders=candidates,
@@ -390,6 +415,7 @@ def pick(
         if chosen is not None:
             picks[size] = made[chosen]
     report = Report("quantization", device_of(trial.module))
+    report.quality = quality_of(trial)
     for name in [*rows, *(name for name in refused if name not in rows)]:
         row = rows.get(name, Row(name, status="failed"))
         note = refused.get(name) or _note(made.get(name))
@@ -406,7 +432,7 @@ def pick(
             )
         )
     if chosen is None:
-        reasons = "; ".join(f"{name}: {refused[name]}" for name in wanted)
+        reasons = "; ".join(f"{name}: {refused[name]}" for name in trial.wanted)
         raise NothingPickedError(f"no form can be picked. {reasons}", report)
     form = made[chosen]
     report.layers = _layers(trial.module, trial.inputs[0], chosen, form)
@@ -419,6 +445,15 @@ def pick(
         device=str(report.device),
         picks=picks,
     )
+
+
+def quality_of(trial: Trial) -> tuple[str, bool] | None:
+    """Return the metric that forms are compared by, and whether higher values are better; None if that is not known."""
+    if trial.limit is not None and trial.limit.monitor is not None:
+        return trial.limit.monitor, trial.limit.higher_is_better
+    names = trial.figures.get(EAGER, {})
+    known = (("perplexity", False), ("acc", True), ("loss", False))
+    return next(((name, better) for part, better in known for name in names if part in name.lower()), None)
 
 
 def _preference(name: str, close: Sequence[str], made: Mapping[str, Form]) -> tuple[bool, int, int]:
@@ -434,7 +469,7 @@ def _faster_float(chosen: str, latencies: Mapping[str, Latency], refused: Mappin
     faster = [
         name
         for name in latencies
-        if (name == _EAGER or MAKERS[name].kind == "float")
+        if (name == EAGER or MAKERS[name].kind == "float")
         and name not in refused
         and speedup(latencies[name], latencies[chosen]).is_faster
     ]

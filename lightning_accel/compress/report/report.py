@@ -6,6 +6,7 @@ import json
 import math
 import platform
 from collections.abc import Iterable, Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from lightning_accel.compress.calls import num_samples
+from lightning_accel.compress.report.frontier import Point, draw_frontier
 from lightning_accel.compress.report.latency import Latency, Speedup, speedup
 from lightning_accel.compress.report.macs import count_macs
 from lightning_accel.ops.extras import import_on_use
@@ -47,6 +49,8 @@ class Row(NamedTuple):
     note: str = ""
     float_row: str = ""  # for a quantized form, the name of the row with the same runtime in floating point
     status: Literal["", "picked", "tie", "refused", "failed"] = ""  # a tie is as fast as the picked one
+    prompts: Mapping[int, Latency] = {}  # for a decoder of text, of whole prompts, where latencies are of next tokens
+    memory_bytes: int | None = None  # to load and run a decoder of text
 
 
 class Layer(NamedTuple):
@@ -62,7 +66,7 @@ class Layer(NamedTuple):
 
 
 class Report:
-    """Show the measurements of one run as a table, a figure and a JSON file.
+    """Show the measurements of one run as a table, figures and a JSON file.
 
     Speedups are relative to the row named ``fp32 eager`` at the same batch size; quantized forms also have those
     relative to their ``float_row``, which exclude the effect of the runtime.
@@ -70,6 +74,12 @@ class Report:
     Args:
         title: title of the report and name of its files, such as ``"export"``.
         device: device of the measurements.
+
+    Attributes:
+        prompt_length: for a decoder of text, the number of tokens of its prompts; its rows have memory and tokens per
+            second of prompts and of next tokens.
+        quality: the metric that forms are drawn by, beside their latency at the last batch size that was measured, and
+            whether higher values are better; None for no such picture.
 
     >>> report = Report("pruning", "cpu")
     >>> report.add(Row("fp32 eager", parameters=10, nonzero=1))
@@ -82,6 +92,8 @@ class Report:
         self.device = torch.device(device)
         self.rows: list[Row] = []
         self.layers: list[Layer] = []
+        self.prompt_length: int | None = None
+        self.quality: tuple[str, bool] | None = None
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
@@ -91,20 +103,27 @@ class Report:
         if console is None:
             console = consoles.Console()
             console = console if console.is_terminal else consoles.Console(width=200)  # else files are wrapped at 80
-        for table in [_table_of_rows(self), *([_table_of_layers(self)] if self.layers else [])]:
+        forms = _table_of_rows if self.prompt_length is None else _table_of_decoder
+        for table in [forms(self), *([_table_of_layers(self)] if self.layers else [])]:
             console.print(table)
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write ``<title>.png`` and ``<title>.json`` to ``figures/`` in the run folder ``folder``; return their paths.
 
-        Files of an earlier report with this title are overwritten.
+        If at least two forms have a ``quality``, they are drawn by it in ``<title>_frontier.png``, too. Files of an
+        earlier report with this title are overwritten.
         """
-        places = [Path(folder, "figures", f"{self.title}.{suffix}") for suffix in ("png", "json")]
-        with write_atomically(places[0]) as path, path.open("wb") as file:
-            _draw(self).savefig(file, format="png", dpi=150)
-        with write_atomically(places[1]) as path:
+        places = {suffix: Path(folder, "figures", f"{self.title}{suffix}") for suffix in (".png", ".json")}
+        with write_atomically(places[".json"]) as path:  # first, since pictures need matplotlib
             path.write_text(json.dumps(self.as_dict(), indent=1))
-        return places
+        pictures = {".png": _draw(self)}
+        if (frontier := _draw_frontier(self)) is not None:
+            places["_frontier.png"] = Path(folder, "figures", f"{self.title}_frontier.png")
+            pictures["_frontier.png"] = frontier
+        for suffix, picture in pictures.items():
+            with write_atomically(places[suffix]) as path, path.open("wb") as file:
+                picture.savefig(file, format="png", dpi=150)
+        return list(places.values())
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values, as in the JSON file."""
@@ -113,7 +132,9 @@ class Report:
             latencies = {str(batch): latency._asdict() for batch, latency in row.latencies.items()}
             ratios = {str(batch): _plain_ratios(self, row, batch) for batch in row.latencies}
             plain = row._asdict() | {"latencies": latencies, "metrics": dict(row.metrics), "times_faster_than": ratios}
-            rows.append(plain)
+            rows.append(plain | _plain_decoding(self, row))
+            if self.prompt_length is None:
+                del rows[-1]["prompts"], rows[-1]["memory_bytes"]
         return {
             "title": self.title,
             "machine": platform.machine(),
@@ -121,6 +142,7 @@ class Report:
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
             "measured": _caption(self),
+            **({} if self.prompt_length is None else {"prompt_length": self.prompt_length}),
             "rows": rows,
             "layers": [layer._asdict() for layer in self.layers],
         }
@@ -163,6 +185,13 @@ def count_parameters(parameters: Iterable[torch.Tensor]) -> tuple[int, int]:
     return sum(value.numel() for value in distinct), sum(int(value.detach().count_nonzero()) for value in distinct)
 
 
+def saved_bytes(module: nn.Module) -> int:
+    """Return the size of the weights of a module as ``torch.save`` writes them."""
+    file = BytesIO()
+    torch.save(module.state_dict(), file)
+    return file.tell()
+
+
 def _batches(report: Report) -> list[int]:
     return sorted({batch for row in report.rows for batch in row.latencies})
 
@@ -175,7 +204,9 @@ def _caption(report: Report) -> str:
     """Describe device, method and precision of the measurements."""
     latencies = [latency for row in report.rows for latency in row.latencies.values()]
     text = f"on {_describe_device(report.device)}, {torch.get_num_threads()} threads"
-    if latencies:
+    if latencies and report.prompt_length is not None:
+        text += "; tokens/s: of the median call, calls in a row; x: times faster than fp32 eager"
+    elif latencies:
         text += "; ms: median (95 of 100 calls stay below), calls in a row; x: times faster than fp32 eager"
     if any(latency.rounds_ms for latency in latencies):
         text += ", the median of rounds in which all take turns, ± to the end of its 98% interval"
@@ -190,19 +221,61 @@ def _describe_device(device: torch.device) -> str:
     return f"{device.type} ({torch.backends.cpu.get_cpu_capability()})"
 
 
-def _latency_of(report: Report, name: str, batch: int) -> Latency | None:
-    return next((row.latencies.get(batch) for row in report.rows if row.name == name), None)
+def _latency_of(report: Report, name: str, batch: int, of_prompts: bool = False) -> Latency | None:
+    row = next((row for row in report.rows if row.name == name), Row(name))
+    return (row.prompts if of_prompts else row.latencies).get(batch)
 
 
-def _plain_ratios(report: Report, row: Row, batch: int) -> dict[str, Any]:
+def _plain_ratios(report: Report, row: Row, batch: int, of_prompts: bool = False) -> dict[str, Any]:
     found = {}
     for name in filter(None, (_REFERENCE, row.float_row)):
-        other = _latency_of(report, name, batch)
+        other = _latency_of(report, name, batch, of_prompts)
         if other is not None:
-            one = speedup(row.latencies[batch], other)
+            one = speedup((row.prompts if of_prompts else row.latencies)[batch], other)
             high = one.high if math.isfinite(one.high) else None  # JSON has no infinity
             found[name] = {"ratio": one.ratio, "low": one.low, "high": high}
     return found
+
+
+def _plain_decoding(report: Report, row: Row) -> dict[str, Any]:
+    """Return what the row of a decoder has further: tokens per second, and prompts as plain values."""
+    if report.prompt_length is None:
+        return {}
+    speeds = {
+        "prompt": {str(batch): batch * report.prompt_length * 1e3 / one.p50_ms for batch, one in row.prompts.items()},
+        "next": {str(batch): batch * 1e3 / one.p50_ms for batch, one in row.latencies.items()},
+    }
+    return {
+        "prompts": {str(batch): latency._asdict() for batch, latency in row.prompts.items()},
+        "prompts_times_faster_than": {str(batch): _plain_ratios(report, row, batch, True) for batch in row.prompts},
+        "tokens_per_second": speeds,
+    }
+
+
+def _table_of_decoder(report: Report) -> Table:
+    table = tables.Table(title=f"{report.title}, prompts of {report.prompt_length} tokens", caption=_caption(report))
+    table.add_column("form")
+    batches, metrics = _batches(report), _metric_names(report)
+    headings = [f"{kind} tokens/s at {batch}" for kind in ("prompt", "next") for batch in batches]
+    for heading in ("file", "memory", *headings, *metrics):
+        table.add_column(heading, justify="right")
+    table.add_column("note")
+    for row in report.rows:
+        speeds = _plain_decoding(report, row)["tokens_per_second"]
+        cells = [
+            _format_rate(speeds[kind].get(str(batch)), (row.prompts if kind == "prompt" else row.latencies).get(batch),
+                         _latency_of(report, _REFERENCE, batch, kind == "prompt"))
+            for kind in ("prompt", "next") for batch in batches
+        ]  # fmt: skip
+        table.add_row(
+            _label(row),
+            *(_count(value) for value in (row.file_bytes, row.memory_bytes)),
+            *cells,
+            *_format_metrics(row, metrics),
+            row.note,
+            style="bold" if row.status == "picked" else None,
+        )
+    return table
 
 
 def _table_of_rows(report: Report) -> Table:
@@ -231,7 +304,7 @@ def _table_of_rows(report: Report) -> Table:
             _label(row),
             *(_count(value) for value in (row.parameters, row.nonzero, row.file_bytes, row.macs)),
             *speeds,
-            *(f"{row.metrics[name]:.4g}" if name in row.metrics else "-" for name in metrics),
+            *_format_metrics(row, metrics),
             row.note,
             style="bold" if row.status == "picked" else None,
         )
@@ -272,14 +345,28 @@ def describe_speedup(found: Speedup) -> str:
     return f"{found.ratio:{digits}}x{margin}"
 
 
+def _format_metrics(row: Row, names: Iterable[str]) -> list[str]:
+    return [f"{row.metrics[name]:.4g}" if name in row.metrics else "-" for name in names]
+
+
 def _format_latency(latency: Latency | None, reference: Latency | None) -> str:
     if latency is None:
         return "-"
-    ratio = ""
-    if reference is not None:
-        about = "~" if latency.is_noisy or reference.is_noisy else ""
-        ratio = f" {about}{describe_speedup(speedup(latency, reference))}"
-    return f"{latency.p50_ms:.3g} ({latency.p95_ms:.3g}){ratio}"
+    return f"{latency.p50_ms:.3g} ({latency.p95_ms:.3g}){_format_ratio(latency, reference)}"
+
+
+def _format_rate(rate: float | None, latency: Latency | None, reference: Latency | None) -> str:
+    if rate is None or latency is None:
+        return "-"
+    digits = ",.0f" if rate >= 100 else ".3g"
+    return f"{rate:{digits}}{_format_ratio(latency, reference)}"
+
+
+def _format_ratio(latency: Latency, reference: Latency | None) -> str:
+    if reference is None:
+        return ""
+    about = "~" if latency.is_noisy or reference.is_noisy else ""
+    return f" {about}{describe_speedup(speedup(latency, reference))}"
 
 
 def _draw(report: Report) -> Figure:
@@ -288,8 +375,14 @@ def _draw(report: Report) -> Figure:
     shown = next((name for name in metrics if "acc" in name.lower()), metrics[0] if metrics else None)
     bars: list[tuple[str, list[float | None]]] = []
     bars.append(("file, MB", [None if row.file_bytes is None else row.file_bytes / 1e6 for row in report.rows]))
+    if report.prompt_length is not None:
+        memory = [None if row.memory_bytes is None else row.memory_bytes / 1e6 for row in report.rows]
+        bars.append(("memory, MB", memory))
+        for batch in _batches(report):
+            bars.append((f"ms a prompt at batch {batch}", [_median(row.prompts.get(batch)) for row in report.rows]))
+    ms = "ms" if report.prompt_length is None else "ms a token"
     for batch in _batches(report):
-        bars.append((f"ms at batch {batch}", [_median(row.latencies.get(batch)) for row in report.rows]))
+        bars.append((f"{ms} at batch {batch}", [_median(row.latencies.get(batch)) for row in report.rows]))
     panels = len(bars) + (shown is not None)
     figure = figures.Figure(figsize=(2 + 2.6 * panels, 1.6 + 0.35 * len(report.rows)), layout="constrained")
     agg.FigureCanvasAgg(figure)
@@ -309,6 +402,26 @@ def _draw(report: Report) -> Figure:
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     figure.suptitle(report.title)
     return figure
+
+
+def _draw_frontier(report: Report) -> Figure | None:
+    """Draw forms by quality and latency at the batch size that was measured last; None without two such forms."""
+    batch = next((list(row.latencies)[-1] for row in report.rows if row.latencies), None)
+    if report.quality is None or batch is None:
+        return None
+    metric, higher_is_better = report.quality
+    points = [
+        Point(
+            row.latencies[batch].p50_ms, row.metrics[metric], row.name, row.file_bytes,
+            is_refused=row.status == "refused", colour=_COLOURS[_kind(row)],
+        )
+        for row in report.rows
+        if batch in row.latencies and math.isfinite(row.metrics.get(metric, math.nan))
+    ]  # fmt: skip
+    if len(points) < 2:
+        return None
+    time = f"ms {'a call' if report.prompt_length is None else 'a token after the prompt'} at batch {batch}"
+    return draw_frontier(points, report.title, time, metric, higher_is_better)
 
 
 def _draw_bars(axis: Axes, heading: str, values: list[float | None], rows: list[Row]) -> None:

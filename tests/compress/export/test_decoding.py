@@ -1,4 +1,5 @@
 import json
+import math
 
 import lightning as L
 import pytest
@@ -6,9 +7,12 @@ import torch
 from torch import nn
 
 from lightning_accel.callbacks import Export, Quantization
-from lightning_accel.compress import CachedDecoder, Quantized, Report, Row, export, load_compressed, quantize
+from lightning_accel.compress import CachedDecoder, export, load_compressed, quantize
 from lightning_accel.compress.export import loading
 from lightning_accel.compress.quantization.decoding import quantize_decoder
+from lightning_accel.compress.quantization.form import Form
+from lightning_accel.compress.quantization.quantized import Trial
+from lightning_accel.compress.report.progress import Progress
 from lightning_accel.models import MoELanguageModel
 from lightning_accel.ops.token_sampling import draw_tokens
 from tests.zoo import ZOO
@@ -219,14 +223,20 @@ def test_the_decoder_is_written_in_the_form_that_is_fastest_at_a_token(tmp_path)
     fit(module, "llama", tmp_path, quantization, export)
     forms = {"int8 ONNX Runtime weight-only", "int4 ONNX Runtime weight-only"}
     assert quantization.result.name in forms
-    of_model, of_decoder = (
-        {row["name"]: row for row in json.loads((tmp_path / f"figures/{name}.json").read_text())["rows"]}
-        for name in ("quantization", "decoding")
-    )
-    for name in forms:
-        assert of_decoder[name]["metrics"] == of_model[name]["metrics"]
-        assert of_decoder[name]["latencies"] != of_model[name]["latencies"]
-        assert "model.lm_head" in of_decoder[name]["note"]
+    assert {path.name for path in (tmp_path / "figures").iterdir()} == {
+        "decoding.json", "decoding.png", "decoding_frontier.png", "export.json", "export.png"
+    }  # fmt: skip
+    rows = {row["name"]: row for row in json.loads((tmp_path / "figures/decoding.json").read_text())["rows"]}
+    before, picked = rows["fp32 eager"], rows[quantization.result.name]
+    for row in (before, *(rows[name] for name in forms)):
+        assert row["metrics"]["perplexity"] == pytest.approx(math.exp(row["metrics"]["val_loss"]), rel=1e-5)
+        assert row["latencies"].keys() == row["prompts"].keys() == {"1", "4"}
+        assert row["tokens_per_second"]["prompt"]["4"] == pytest.approx(4 * 12e3 / row["prompts"]["4"]["p50_ms"])
+    assert next(iter(rows)) == "fp32 eager"
+    assert all("model.lm_head" in rows[name]["note"] for name in forms)
+    assert before["metrics"]["perplexity"] != picked["metrics"]["perplexity"]
+    assert min(before["memory_bytes"], picked["memory_bytes"]) > 0
+    assert before["file_bytes"] > 4 * sum(one.numel() for one in module.model.parameters())
     assert export.exported.path.suffix == ".onnx"
     decoder = CachedDecoder(module.model.eval(), MAX_LENGTH)
     (args, _), _ = decoder.calls(prompts())
@@ -239,14 +249,21 @@ def test_the_decoder_is_written_in_the_form_that_is_fastest_at_a_token(tmp_path)
 @SLOW
 def test_forms_that_were_refused_for_the_model_are_not_made_of_its_decoder():
     pytest.importorskip("onnxruntime")
-    report, names = Report("quantization", "cpu"), [f"int{bits} ONNX Runtime weight-only" for bits in (8, 4)]
-    for name, status in zip(names, ("tie", "refused"), strict=True):
-        report.add(Row(name, status=status))
+    names = [f"int{bits} ONNX Runtime weight-only" for bits in (8, 4)]
     decoder = CachedDecoder(model_of("ours"), MAX_LENGTH)
-    judged = Quantized(names[0], decoder.model, report=report)
-    result = quantize_decoder(decoder, [prompts(), prompts(2)], judged, "weight_only", "onnxruntime", seconds=0.01)
+    judged = Trial(decoder.model, [], names, None, None, Progress(None))
+    judged.made = dict.fromkeys(names, Form("", decoder.model))
+    judged.refused, judged.figures = {names[1]: "val/loss is 2 worse"}, {name: {"val/loss": 3.0} for name in names}
+    result = quantize_decoder(decoder, [prompts(), prompts(2)], judged, seconds=0.01)
     assert result.name == names[0]
-    assert names[1] not in {row.name for row in result.report.rows}
+    rows = {row.name: row for row in result.report.rows}
+    assert list(rows) == ["fp32 eager", *names]
+    refused = rows[names[1]]
+    assert (refused.status, refused.note, refused.metrics) == ("refused", "val/loss is 2 worse", {"val/loss": 3.0})
+    assert not refused.latencies
+    assert not refused.prompts
+    assert rows["fp32 eager"].latencies.keys() == rows[names[0]].prompts.keys() == {1, 3}
+    assert not judged.made
 
 
 def test_what_cannot_work_is_refused_before_training(tmp_path):
