@@ -46,7 +46,7 @@ PROMPT = 128
 def by_hand(module: nn.Module, inputs: list[Inputs], bits: int) -> tuple[Run, int]:
     """Return a call of the file that ONNX Runtime's quantizer makes, and its size."""
     with tempfile.TemporaryDirectory() as folder, suppress_output():
-        structure, _, ready = write_float_files(module, inputs, Path(folder))
+        structure, _, ready, _ = write_float_files(module, inputs, Path(folder))
         graph = ONNXModel(onnx.load(ready))
     graph.replace_gemm_with_matmul()
     quantizer = MatMulNBitsQuantizer(graph.model, bits=bits, accuracy_level=4)

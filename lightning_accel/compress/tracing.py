@@ -1,5 +1,6 @@
 """Tracing of modules by ``torch.export``."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,11 @@ def trace(
             failure = failure or error
     assert failure is not None
     raise failure
+
+
+def copy_with_same_parameters(module: nn.Module) -> nn.Module:
+    """Return a deep copy that has the same parameters, so that it takes no memory for them."""
+    return copy.deepcopy(module, {id(one): one for one in module.parameters()})
 
 
 def make_experts_dense_(module: nn.Module) -> None:

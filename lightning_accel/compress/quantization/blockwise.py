@@ -50,8 +50,10 @@ def round_in_blocks(weight: Tensor, bits: int, block: int, products: Tensor | No
         block: B, a divisor of 128.
         products: (K, K), sum of ``x.t() @ x`` over the inputs; None if they are not known.
     """
-    weight, factor = compensate(weight.float(), None if products is None else products.float())
-    importance = torch.ones(weight.shape[1]).to(weight) if products is None else products.diagonal().float()
+    if products is None:
+        return _round_to_nearest(weight.float(), bits, block)
+    weight, factor = compensate(weight.float(), products.float())
+    importance = products.diagonal().float()
     integers = torch.empty_like(weight, dtype=torch.int8)
     scales = []
     for begin in range(0, weight.shape[1], _COLUMNS):
@@ -69,6 +71,13 @@ def round_in_blocks(weight: Tensor, bits: int, block: int, products: Tensor | No
             part[:, column:] -= errors[:, column, None] * square[column, column:]
         weight[:, begin + _COLUMNS :] -= errors @ rows[:, begin + _COLUMNS :]
     return Rounded(integers, torch.stack(scales, 1), block)
+
+
+def _round_to_nearest(weight: Tensor, bits: int, block: int) -> Rounded:
+    parts = weight.split(block, 1)
+    scales = [_scale(part, torch.ones(part.shape[1]).to(part), bits) for part in parts]
+    integers = [_round(part, scale[:, None], bits).to(torch.int8) for part, scale in zip(parts, scales, strict=True)]
+    return Rounded(torch.cat(integers, 1), torch.stack(scales, 1), block)
 
 
 def _round(values: Tensor, scales: Tensor, bits: int) -> Tensor:
@@ -99,9 +108,16 @@ def round_linear_layers(
         block: B.
 
     Returns:
-        The rounded weights by layer, without those that share their weight with another or that no call reaches.
+        The rounded weights by layer, without those that no call reaches. A layer that shares its weight with others,
+        such as a head with the embedding, is rounded as if it had its own; the others keep theirs.
     """
     module = copy.deepcopy(module)
+    for one in module.parameters():  # those that were frozen in training are rounded, too
+        one.requires_grad_(one.is_floating_point())
+    for name in names:
+        layer = module.get_submodule(name)
+        if sum(any(layer.weight is value for value in one.parameters(False)) for one in module.modules()) > 1:
+            layer.weight = nn.Parameter(layer.weight.detach().clone())
     weights = {f"{name}.weight": name for name in names}
     found = [one for one in find_prunable(module)[0] if one.name in weights]
 

@@ -1,6 +1,5 @@
 """Forms of a module for ONNX Runtime on CPUs, in float and int8."""
 
-import copy
 import os
 import tempfile
 from ast import literal_eval
@@ -17,14 +16,14 @@ from torch import Tensor, nn
 from lightning_accel._private.torch import has_vnni
 from lightning_accel.compress.calls import Inputs, first_line
 from lightning_accel.compress.export.loading import onnx_session
-from lightning_accel.compress.export.onnx import to_onnx
+from lightning_accel.compress.export.onnx import save_onnx, to_onnx
 from lightning_accel.compress.export.structure import Flat, Structure, bind, named_tensors, tensors_of
 from lightning_accel.compress.quantization.form import CannotConvertError, Form
 from lightning_accel.compress.quantization.inputs import dynamic_shapes
 from lightning_accel.compress.quantization.layers import Layers
 from lightning_accel.compress.quantization.pt2e import Ranges
 from lightning_accel.compress.quiet import suppress_output
-from lightning_accel.compress.tracing import make_experts_dense_, trace
+from lightning_accel.compress.tracing import copy_with_same_parameters, make_experts_dense_, trace
 from lightning_accel.nn.recurrent.layer import RecurrentLayer
 from lightning_accel.ops.extras import require_module
 
@@ -34,17 +33,19 @@ _STATIC = [  # operators to quantize: products, and those between them that are 
     *_SAME_GRID,
 ]
 _WITH_PRODUCTS = ("Conv", "Gemm", "MatMul", "LSTM")
+TOO_LARGE = "an ONNX file holds less than 2 GB, and the float one has more"
 
 
-class _FloatFiles(NamedTuple):
+class FloatFiles(NamedTuple):
     structure: Structure
     written: Path
     ready: Path  # after ONNX Runtime's optimization
+    is_split: bool  # whether both need the weights of a further file beside them
 
 
 class _ExportCache(NamedTuple):
     folder: Path
-    made: dict[Any, _FloatFiles]
+    made: dict[Any, FloatFiles]
 
 
 _EXPORT_CACHE: ContextVar[_ExportCache | None] = ContextVar("float files that forms share", default=None)
@@ -56,9 +57,9 @@ class _Plan(NamedTuple):
 
 
 class OnnxCall:
-    """Run the bytes of an ONNX file, with the inputs and outputs of the module that it was made from."""
+    """Run an ONNX file, or the bytes of one, with the inputs and outputs of the module that it was made from."""
 
-    def __init__(self, content: bytes, structure: Structure) -> None:
+    def __init__(self, content: bytes | Path, structure: Structure) -> None:
         self.session = onnx_session(content, ["CPUExecutionProvider"])
         self.names = [one.name for one in self.session.get_inputs()]
         self.kept = [int(name.rpartition("__")[2]) for name in self.names]  # unused tensors have no input
@@ -86,6 +87,10 @@ def onnx_float(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> F
     require_onnxruntime()
     with tempfile.TemporaryDirectory() as folder, suppress_output():
         made = write_float_files(module, inputs, Path(folder))
+        if made.is_split:
+            form = Form("fp32 ONNX Runtime", OnnxCall(made.ready, made.structure), no_file=TOO_LARGE)
+            form.file_bytes = sum(one.stat().st_size for one in (made.ready, _data_of(made.written)))
+            return form
         content = made.ready.read_bytes()
     return Form("fp32 ONNX Runtime", OnnxCall(content, made.structure), onnx=content, file_bytes=len(content))
 
@@ -154,7 +159,9 @@ def _make_form(
     left_float: Callable[[str, nn.Module], str],
 ) -> Form:
     with tempfile.TemporaryDirectory() as folder, suppress_output():
-        structure, written, ready = write_float_files(module, inputs, Path(folder))
+        structure, written, ready, is_split = write_float_files(module, inputs, Path(folder))
+        if is_split:
+            raise CannotConvertError(f"{TOO_LARGE}, and its quantizer needs it; weight-only forms can be made")
         int8 = Path(folder, "int8.onnx")
         nodes = list(find_product_nodes(written, ready))
         # quantize_dynamic replaces Gemm by MatMul and Add first
@@ -171,7 +178,7 @@ def _make_form(
     return form
 
 
-def write_float_files(module: nn.Module, inputs: Sequence[Inputs], folder: Path) -> _FloatFiles:
+def write_float_files(module: nn.Module, inputs: Sequence[Inputs], folder: Path) -> FloatFiles:
     """Write ``module`` to ``folder``, or return the files of an earlier call within :func:`sharing_export`."""
     shared = _EXPORT_CACHE.get()
     key = module, *map(id, inputs)
@@ -181,7 +188,8 @@ def write_float_files(module: nn.Module, inputs: Sequence[Inputs], folder: Path)
         folder = shared.folder / str(len(shared.made))
         folder.mkdir(exist_ok=True)  # an earlier attempt may have failed
     written, ready = folder / "float.onnx", folder / "ready.onnx"
-    made = _FloatFiles(write_float(module, inputs, written), written, ready)
+    structure, is_split = write_float(module, inputs, written)
+    made = FloatFiles(structure, written, ready, is_split)
     _optimize(written, ready)
     if shared is not None:
         shared.made[key] = made
@@ -189,7 +197,39 @@ def write_float_files(module: nn.Module, inputs: Sequence[Inputs], folder: Path)
 
 
 def _optimize(source: Path, target: Path) -> None:
-    """Write the graph after ONNX Runtime's optimization and shape inference."""
+    """Write the graph after ONNX Runtime's optimization and shape inference.
+
+    Weights in a file beside ``source`` are not read: they are inputs of the graph meanwhile, and ``target`` refers to
+    the same file.
+    """
+    import onnx
+
+    model = onnx.load(source, load_external_data=False)
+    weights = [one for one in model.graph.initializer if one.data_location == onnx.TensorProto.EXTERNAL]
+    if not weights:
+        _optimize_file(source, target)
+        return
+    names = {one.name for one in weights}
+    for place in reversed(range(len(model.graph.initializer))):
+        if model.graph.initializer[place].name in names:
+            del model.graph.initializer[place]
+    model.graph.input.extend(onnx.helper.make_tensor_value_info(one.name, one.data_type, one.dims) for one in weights)
+    graph = source.with_name("graph.onnx")
+    onnx.save(model, graph)
+    _optimize_file(graph, target)
+    model = onnx.load(target)
+    for place in reversed(range(len(model.graph.input))):
+        if model.graph.input[place].name in names:
+            del model.graph.input[place]
+    model.graph.initializer.extend(weights)
+    onnx.save(model, target)
+
+
+def _data_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.data")
+
+
+def _optimize_file(source: Path, target: Path) -> None:
     import onnx
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
@@ -206,9 +246,14 @@ def _optimize(source: Path, target: Path) -> None:
         os.chdir(here)
 
 
-def write_float(module: nn.Module, inputs: Sequence[Inputs], path: Path) -> Structure:
-    """Write ``module`` as ONNX; names of inputs end in ``__`` and the index of the tensor in a call."""
-    module = copy.deepcopy(module)
+def write_float(module: nn.Module, inputs: Sequence[Inputs], path: Path) -> tuple[Structure, bool]:
+    """Write ``module`` as ONNX; names of inputs end in ``__`` and the index of the tensor in a call.
+
+    Returns:
+        The structure of a call, and whether the weights are in a further file, see
+        :func:`~lightning_accel.compress.export.onnx.save_onnx`.
+    """
+    module = copy_with_same_parameters(module)
     make_experts_dense_(module)
     structure = Structure.of(module, inputs[0])
     flat, tensors = Flat(module, structure), tuple(tensors_of(inputs[0]))
@@ -224,8 +269,7 @@ def write_float(module: nn.Module, inputs: Sequence[Inputs], path: Path) -> Stru
             failure = error
     else:
         raise CannotConvertError(f"torch.onnx cannot export it: {first_line(failure)}") from failure
-    program.save(path)
-    return structure
+    return structure, save_onnx(program, path)
 
 
 def require_onnxruntime() -> None:
@@ -260,9 +304,11 @@ def find_product_nodes(floating: Path, ready: Path) -> Iterator[tuple[Any, str]]
     import onnx
 
     origins = {
-        node.name: _source_module(node) for node in onnx.load(floating).graph.node if node.op_type in _WITH_PRODUCTS
+        node.name: _source_module(node)
+        for node in onnx.load(floating, load_external_data=False).graph.node
+        if node.op_type in _WITH_PRODUCTS
     }
-    for node in onnx.load(ready).graph.node:
+    for node in onnx.load(ready, load_external_data=False).graph.node:
         if node.op_type in _WITH_PRODUCTS:
             found = max((name for name in origins if node.name.startswith(name)), key=len, default=None)
             yield node, "" if found is None else origins[found]

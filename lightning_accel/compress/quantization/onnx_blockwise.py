@@ -1,20 +1,22 @@
 """Forms for ONNX Runtime whose weights are integers of 4 or 8 bits, with a scale for each block of inputs."""
 
+import math
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lightning_accel.compress.calls import Inputs
+from lightning_accel.compress.export.onnx import ONE_FILE
 from lightning_accel.compress.pruning.prunable import find_prunable
 from lightning_accel.compress.quantization.blockwise import Rounded, round_in_blocks, round_linear_layers
 from lightning_accel.compress.quantization.form import CannotConvertError, Form
 from lightning_accel.compress.quantization.layers import Layers
 from lightning_accel.compress.quantization.onnx import (
+    FloatFiles,
     OnnxCall,
     find_product_nodes,
     require_onnxruntime,
@@ -46,44 +48,33 @@ def _left(name: str, wanted: Collection[str]) -> str:
 
 
 class _Product(NamedTuple):
-    """Hold a node of a product with a constant matrix."""
+    """Hold a node of a product with a constant matrix (M, K), whose values may be in a file that is not read yet."""
 
     node: Any
     layer: str  # name of the module that it was traced from, "" if it is not known
-    matrix: Tensor  # (M, K)
+    constant: Any  # (M, K) or (K, M)
+    is_transposed: bool  # whether it is (K, M)
     bias: str  # name of the tensor that is added, "" if there is none
+
+    def matrix(self, folder: Path) -> Tensor:
+        """Read the matrix; ``folder`` has the files that the constant may refer to."""
+        from onnx import TensorProto, numpy_helper
+
+        read = TensorProto()  # the values are read into it, and go with it
+        read.CopyFrom(self.constant)
+        values = torch.from_numpy(numpy_helper.to_array(read, str(folder)).copy())
+        return values.t() if self.is_transposed else values
 
 
 def _make_form(
     module: nn.Module, inputs: Sequence[Inputs], layers: Layers, bits: int, known: Mapping[str, Rounded]
 ) -> Form:
-    import onnx
-
-    with tempfile.TemporaryDirectory() as folder, suppress_output():
-        structure, written, ready = write_float_files(module, inputs, Path(folder))
-        names = {node.name: name for node, name in find_product_nodes(written, ready)}
-        model = onnx.load(ready)
-    wanted = {one.name.rpartition(".")[0] for one in find_prunable(module)[0]}  # no gates of experts
-    tied = {id(one.weight) for one in module.modules() if isinstance(one, nn.Embedding)}
-    wanted |= {name for name, one in layers.quantized.items() if id(one.weight) in tied}
-    wanted -= layers.excluded
-    products = [one for one in _find_products(model.graph, names) if one.layer in wanted]
-    if not products:
-        raise CannotConvertError("no layer's product has a constant matrix in its graph")
-    for one in products:
-        rounded = known.get(one.layer)
-        if rounded is None or not torch.equal(module.get_submodule(one.layer).weight, one.matrix):  # type: ignore[arg-type]
-            rounded = round_in_blocks(one.matrix, bits, BLOCK)  # an operator was folded into it, say
-        _replace(model.graph, one, rounded, bits)
-    used = {name for node in model.graph.node for name in node.input} | {one.name for one in model.graph.output}
-    for tensor in [one for one in model.graph.initializer if one.name not in used]:
-        model.graph.initializer.remove(tensor)
-    if all(one.domain != _DOMAIN for one in model.opset_import):
-        model.opset_import.append(onnx.helper.make_opsetid(_DOMAIN, 1))
-    content = model.SerializeToString()
-    form = Form(f"int{bits} ONNX Runtime weight-only", OnnxCall(content, structure), onnx=content)
+    with tempfile.TemporaryDirectory() as folder:
+        with suppress_output():
+            files = write_float_files(module, inputs, Path(folder))
+        content, done, wanted = _round_products(files, module, layers, bits, known)
+    form = Form(f"int{bits} ONNX Runtime weight-only", OnnxCall(content, files.structure), onnx=content)
     form.file_bytes = len(content)
-    done = {one.layer for one in products}
     form.left_float = {
         name: layers.left_float[name] if name in layers.excluded else _left(name, wanted)
         for name, one in module.named_modules()
@@ -92,31 +83,83 @@ def _make_form(
     return form
 
 
-def _find_products(graph: Any, names: Mapping[str, str]) -> Iterator[_Product]:
-    from onnx import numpy_helper
+def _round_products(
+    files: FloatFiles, module: nn.Module, layers: Layers, bits: int, known: Mapping[str, Rounded]
+) -> tuple[bytes, set[str], set[str]]:
+    """Return the bytes of a file with integers, the layers that they are in, and those that they should be in."""
+    import onnx
 
-    constants = {one.name: one for one in graph.initializer}
+    names = {node.name: name for node, name in find_product_nodes(files.written, files.ready)}
+    model = onnx.load(files.ready, load_external_data=False)
+    found, reasons = find_prunable(module)  # no gates of experts
+    names_of_weights = [one.name for one in found] + [name for name, why in reasons.items() if why == "frozen"]
+    tied = {id(one.weight) for one in module.modules() if isinstance(one, nn.Embedding)}
+    wanted = {name.rpartition(".")[0] for name in names_of_weights}
+    wanted |= {name for name, one in layers.quantized.items() if id(one.weight) in tied}
+    wanted -= layers.excluded
+    products = [one for one in _find_products(model.graph, names) if one.layer in wanted]
+    if not products:
+        raise CannotConvertError("no layer's product has a constant matrix in its graph")
+    for one in products:
+        matrix, rounded = one.matrix(files.ready.parent), known.get(one.layer)
+        if rounded is None or not torch.equal(module.get_submodule(one.layer).weight, matrix):  # type: ignore[arg-type]
+            rounded = round_in_blocks(matrix, bits, BLOCK)  # an operator was folded into it, say
+        _replace(model.graph, one, rounded, bits)
+    _delete_unused(model.graph)
+    if all(one.domain != _DOMAIN for one in model.opset_import):
+        model.opset_import.append(onnx.helper.make_opsetid(_DOMAIN, 1))
+    size = sum(_num_bytes(one) for one in model.graph.initializer)
+    if size > ONE_FILE:
+        raise CannotConvertError(f"its file would have {size / 1e9:.1f} GB, and an ONNX file holds less than 2")
+    onnx.load_external_data_for_model(model, str(files.ready.parent))
+    return model.SerializeToString(), {one.layer for one in products}, wanted
+
+
+def _delete_unused(graph: Any) -> None:
+    """Delete transposes of constants, and constants, that no node uses any more."""
+    for part in (graph.node, graph.initializer):
+        used = {name for node in graph.node for name in node.input} | {one.name for one in graph.output}
+        for place in reversed(range(len(part))):  # what was kept would be copied by extend
+            one = part[place]
+            name = one.name if part is graph.initializer else one.output[0] if one.op_type == "Transpose" else ""
+            if name and name not in used:
+                del part[place]
+
+
+def _num_bytes(tensor: Any) -> int:
+    from onnx.helper import tensor_dtype_to_np_dtype
+
+    return math.prod(tensor.dims) * tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+
+
+def _find_products(graph: Any, names: Mapping[str, str]) -> Iterator[_Product]:
+    import onnx
+
+    constants = {one.name: (one, False) for one in graph.initializer}
+    for node in graph.node:  # those of weights in a further file are not computed beforehand
+        permutation = [list(one.ints) for one in node.attribute]
+        if node.op_type == "Transpose" and node.input[0] in constants and permutation in ([], [[1, 0]]):
+            constants[node.output[0]] = constants[node.input[0]][0], True
     for node in graph.node:
         if node.op_type not in ("MatMul", "Gemm") or node.input[1] not in constants:
             continue
         options = {one.name: one.f if one.name in ("alpha", "beta") else one.i for one in node.attribute}
         if options.get("transA", 0) or options.get("alpha", 1) != 1 or options.get("beta", 1) != 1:
             continue
-        values = numpy_helper.to_array(constants[node.input[1]])
-        if values.ndim != 2 or values.dtype != np.float32:
+        constant, is_turned = constants[node.input[1]]
+        if len(constant.dims) != 2 or constant.data_type != onnx.TensorProto.FLOAT:
             continue
-        matrix = torch.from_numpy(values.copy())
-        matrix = matrix if options.get("transB", 0) else matrix.t()
+        is_transposed = is_turned == bool(options.get("transB", 0))
         bias = node.input[2] if len(node.input) > 2 else ""
-        if not bias or (bias in constants and list(constants[bias].dims) == [len(matrix)]):
-            yield _Product(node, names.get(node.name, ""), matrix, bias)
+        if not bias or (bias in constants and list(constants[bias][0].dims) == [constant.dims[int(is_transposed)]]):
+            yield _Product(node, names.get(node.name, ""), constant, is_transposed, bias)
 
 
 def _replace(graph: Any, product: _Product, rounded: Rounded, bits: int) -> None:
     """Put a product with integers in place of that with floats."""
     from onnx import helper, numpy_helper
 
-    node, (num_out, num_in) = product.node, product.matrix.shape
+    node, (num_out, num_in) = product.node, rounded.integers.shape
     stem = f"{node.input[1]}_{node.output[0]}"
     added = {f"{stem}_int{bits}": pack(rounded.integers, bits, rounded.block), f"{stem}_scales": rounded.scales}
     graph.initializer.extend(numpy_helper.from_array(value.contiguous().numpy(), name) for name, value in added.items())

@@ -1,17 +1,20 @@
 """Weights in integers of 4 and 8 bits with scales of blocks: rounding, packing, and the forms of ONNX Runtime."""
 
 import math
+from importlib import import_module
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_accel.callbacks.deployment.copies import find_deployed
-from lightning_accel.compress import quantize
+from lightning_accel.compress import ExportError, export, load_compressed, quantize
 from lightning_accel.compress.quantization import onnx_blockwise
 from lightning_accel.compress.quantization.blockwise import Rounded, round_in_blocks, round_linear_layers
+from lightning_accel.compress.quantization.form import CannotConvertError
 from lightning_accel.compress.quantization.inputs import noise_share
 from lightning_accel.compress.quantization.layers import find_layers
+from lightning_accel.compress.quantization.onnx import onnx_dynamic, onnx_float, sharing_export, write_float
 from lightning_accel.compress.quantization.onnx_blockwise import onnx_int4, onnx_int8, pack
 from lightning_accel.compress.quantization.quantized import Limit, NothingPickedError
 from tests.zoo import ZOO
@@ -94,6 +97,38 @@ def test_layers_are_rounded_on_what_rounded_layers_make():
     assert module[0].weight.unique().numel() > 1000  # the module is not changed
 
 
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.body = nn.Embedding(90, 48), nn.Linear(48, 48)
+        self.head = nn.Linear(48, 90, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.head(self.body(self.embedding(tokens)).relu())
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_tied_heads_are_rounded_on_their_inputs_and_embeddings_stay(seed):
+    torch.manual_seed(seed)
+    module = Tied().eval()
+    module.body.requires_grad_(False)  # frozen in training, as of a base below adapters
+    tokens = torch.randint(0, 20, (9, 30))
+    found = round_linear_layers(module, [((tokens,), {})], ["body", "head"], 4, 16)
+    assert module.head.weight is module.embedding.weight
+    with torch.no_grad():
+        embedded = module.embedding(tokens).flatten(0, 1)
+        hidden = nn.functional.linear(embedded, found["body"].values(), module.body.bias).relu()
+        expected = round_in_blocks(module.head.weight, 4, 16, hidden.t() @ hidden)
+        plain = round_in_blocks(module.head.weight, 4, 16)
+        wanted = hidden @ module.head.weight.t()
+        errors = [float((hidden @ one.values().t() - wanted).norm()) for one in (found["head"], plain)]
+    assert found["head"].integers.eq(expected.integers).float().mean() > 0.99
+    assert errors[0] < 0.8 * errors[1]
+    body = round_in_blocks(module.body.weight, 4, 16, embedded.t() @ embedded)
+    assert found["body"].integers.eq(body.integers).float().mean() > 0.99  # on what the embedding has in float
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_packs_as_it_is_read(bits):
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
@@ -139,6 +174,55 @@ def test_files_compute_what_the_integers_stand_for(make, bits, monkeypatch):
     found = form.run(x[:7])
     torch.testing.assert_close(found[0], (hidden @ values["second"].t())[:7], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found[1], module.head(hidden)[:7], rtol=1e-4, atol=1e-5)
+
+
+def split_files_above(limit, monkeypatch):
+    for name in ("onnx", "writing"):
+        monkeypatch.setattr(import_module(f"lightning_accel.compress.export.{name}"), "ONE_FILE", limit)
+
+
+def test_weights_beside_the_file_change_nothing(monkeypatch):
+    """What is done above 2 GB, where one file cannot hold the float weights."""
+    pytest.importorskip("onnxruntime")
+    module = Tied().eval()
+    module.body.requires_grad_(False)
+    calls = [((torch.randint(0, 90, (5, 7)),), {})]
+    whole = onnx_int8(module, calls, find_layers(module))
+    split_files_above(10_000, monkeypatch)
+    split = onnx_int8(module, calls, find_layers(module))
+    assert torch.equal(whole.run(*calls[0][0]), split.run(*calls[0][0]))
+    assert list(whole.left_float) == list(split.left_float) == ["embedding"]
+    assert abs(len(whole.onnx) - len(split.onnx)) < 1000
+
+
+@pytest.mark.slow
+def test_forms_of_models_above_the_size_of_a_file(monkeypatch, tmp_path):
+    pytest.importorskip("onnxruntime")
+    module = Tied().eval()
+    calls = [((torch.randint(0, 90, (5, 7)),), {})]
+    layers = find_layers(module)
+    with sharing_export():
+        whole = [make(module, calls, layers) for make in (onnx_float, onnx_int4)]
+    split_files_above(10_000, monkeypatch)
+    write_float(module, calls, tmp_path / "float.onnx")
+    assert (tmp_path / "float.onnx.data").stat().st_size >= 90 * 48 * 4
+    with sharing_export():
+        split = [make(module, calls, layers) for make in (onnx_float, onnx_int4)]
+        with pytest.raises(CannotConvertError, match="less than 2 GB"):
+            onnx_dynamic(module, calls, layers)
+        monkeypatch.setattr(onnx_blockwise, "ONE_FILE", 10_000)
+        with pytest.raises(CannotConvertError, match=r"its file would have 0\.0 GB"):
+            onnx_int4(module, calls, layers)
+    for one, other in zip(whole, split, strict=True):
+        assert torch.equal(one.run(*calls[0][0]), other.run(*calls[0][0]))
+    assert split[0].onnx is None
+    assert "less than 2 GB" in split[0].no_file
+    assert split[0].file_bytes > 90 * 48 * 4
+    with pytest.raises(ExportError, match=r"less than 2\. Take format='pt2'"):
+        export(module, calls, tmp_path / "model.onnx", "onnx")
+    assert not (tmp_path / "model.onnx").exists()
+    path = export(module, calls, tmp_path / "model.onnx", "onnx", quantized=split[1]).path
+    assert torch.equal(load_compressed(path)(*calls[0][0]), whole[1].run(*calls[0][0]))
 
 
 @pytest.mark.slow
