@@ -46,13 +46,13 @@ PROMPT = 128
 def by_hand(module: nn.Module, inputs: list[Inputs], bits: int) -> tuple[Run, int]:
     """Return a call of the file that ONNX Runtime's quantizer makes, and its size."""
     with tempfile.TemporaryDirectory() as folder, suppress_output():
-        structure, _, ready, _ = write_float_files(module, inputs, Path(folder))
-        graph = ONNXModel(onnx.load(ready))
+        files = write_float_files(module, inputs, Path(folder))
+        graph = ONNXModel(onnx.load(files.ready))
     graph.replace_gemm_with_matmul()
     quantizer = MatMulNBitsQuantizer(graph.model, bits=bits, accuracy_level=4)
     quantizer.process()
     content = quantizer.model.model.SerializeToString()
-    return OnnxCall(content, structure), len(content)
+    return OnnxCall(content, files.structure, files.dtypes), len(content)
 
 
 def forms(module: nn.Module, inputs: list[Inputs]) -> dict[str, tuple[Run, int]]:

@@ -14,6 +14,7 @@ from lightning_accel.compress.calibration.change import change_by_products_, com
 from lightning_accel.compress.calibration.products import Matrix
 from lightning_accel.compress.calls import Inputs
 from lightning_accel.compress.pruning.prunable import Prunable, find_prunable, is_stacked
+from lightning_accel.compress.tracing import has_half_precision, to_float32
 
 _COLUMNS = 128  # after which the remaining ones are updated, as in the paper of GPTQ; blocks divide it
 _CLIPPED = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # shares of the largest value of a block that its scale may cover
@@ -119,6 +120,8 @@ def round_layers(
         head with the embedding, is rounded as if it had its own; the others keep theirs.
     """
     module = copy.deepcopy(module)
+    if has_half_precision(module):
+        module, inputs = module.float(), to_float32(list(inputs))
     for one in module.parameters():  # those that were frozen in training are rounded, too
         one.requires_grad_(one.is_floating_point())
     for name in names:
@@ -141,8 +144,8 @@ def round_layers(
 
 def _join(weight: Prunable, made: Mapping[Matrix, Rounded]) -> list[Rounded]:
     """Return the matrix of each expert, or the only one, joined where its outputs are in several parts."""
-    # A product of a part of the inputs has other scales
     count = weight.weight.shape[0] if is_stacked(weight.module, weight.weight) else 1
+    # A product of a part of the inputs has other scales
     if any(matrix.shape[1] != weight.weight.shape[weight.input_dim] for matrix in made):
         return []
     parts: list[list[Rounded]] = [[] for _ in range(count)]

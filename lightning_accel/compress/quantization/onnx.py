@@ -1,5 +1,6 @@
 """Forms of a module for ONNX Runtime on CPUs, in float and int8."""
 
+import copy
 import os
 import tempfile
 from ast import literal_eval
@@ -23,7 +24,13 @@ from lightning_accel.compress.quantization.inputs import dynamic_shapes
 from lightning_accel.compress.quantization.layers import Layers
 from lightning_accel.compress.quantization.pt2e import Ranges
 from lightning_accel.compress.quiet import suppress_output
-from lightning_accel.compress.tracing import copy_with_same_parameters, make_experts_dense_, trace
+from lightning_accel.compress.tracing import (
+    copy_with_same_parameters,
+    has_half_precision,
+    make_experts_dense_,
+    to_float32,
+    trace,
+)
 from lightning_accel.nn.recurrent.layer import RecurrentLayer
 from lightning_accel.ops.extras import require_module
 
@@ -38,9 +45,10 @@ TOO_LARGE = "an ONNX file holds less than 2 GB, and the float one has more"
 
 class FloatFiles(NamedTuple):
     structure: Structure
+    dtypes: Sequence[torch.dtype] | None  # of the outputs of a module in bfloat16 or float16, written in float32
+    is_split: bool  # whether both files need the weights of a further one beside them
     written: Path
     ready: Path  # after ONNX Runtime's optimization
-    is_split: bool  # whether both need the weights of a further file beside them
 
 
 class _ExportCache(NamedTuple):
@@ -59,16 +67,21 @@ class _Plan(NamedTuple):
 class OnnxCall:
     """Run an ONNX file, or the bytes of one, with the inputs and outputs of the module that it was made from."""
 
-    def __init__(self, content: bytes | Path, structure: Structure) -> None:
+    def __init__(self, content: bytes | Path, structure: Structure, dtypes: Sequence[torch.dtype] | None) -> None:
         self.session = onnx_session(content, ["CPUExecutionProvider"])
         self.names = [one.name for one in self.session.get_inputs()]
         self.kept = [int(name.rpartition("__")[2]) for name in self.names]  # unused tensors have no input
         self.structure = structure
+        self.dtypes = dtypes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors = self.structure.tensors_of(args, kwargs)
+        tensors = tensors if self.dtypes is None else to_float32(list(tensors))
         feed = {name: tensors[place].detach().numpy() for name, place in zip(self.names, self.kept, strict=True)}
-        return self.structure.rebuild([torch.from_numpy(value) for value in self.session.run(None, feed)])
+        outputs = [torch.from_numpy(value) for value in self.session.run(None, feed)]
+        if self.dtypes is not None:
+            outputs = [value.to(dtype) for value, dtype in zip(outputs, self.dtypes, strict=True)]
+        return self.structure.rebuild(outputs)
 
 
 @contextmanager
@@ -88,11 +101,13 @@ def onnx_float(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> F
     with tempfile.TemporaryDirectory() as folder, suppress_output():
         made = write_float_files(module, inputs, Path(folder))
         if made.is_split:
-            form = Form("fp32 ONNX Runtime", OnnxCall(made.ready, made.structure), no_file=TOO_LARGE)
+            form = Form("fp32 ONNX Runtime", OnnxCall(made.ready, made.structure, made.dtypes), no_file=TOO_LARGE)
             form.file_bytes = sum(one.stat().st_size for one in (made.ready, _data_of(made.written)))
             return form
         content = made.ready.read_bytes()
-    return Form("fp32 ONNX Runtime", OnnxCall(content, made.structure), onnx=content, file_bytes=len(content))
+    return Form(
+        "fp32 ONNX Runtime", OnnxCall(content, made.structure, made.dtypes), onnx=content, file_bytes=len(content)
+    )
 
 
 def onnx_dynamic(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
@@ -159,21 +174,21 @@ def _make_form(
     left_float: Callable[[str, nn.Module], str],
 ) -> Form:
     with tempfile.TemporaryDirectory() as folder, suppress_output():
-        structure, written, ready, is_split = write_float_files(module, inputs, Path(folder))
-        if is_split:
+        made = write_float_files(module, inputs, Path(folder))
+        if made.is_split:
             raise CannotConvertError(f"{TOO_LARGE}, and its quantizer needs it; weight-only forms can be made")
         int8 = Path(folder, "int8.onnx")
-        nodes = list(find_product_nodes(written, ready))
+        nodes = list(find_product_nodes(made.written, made.ready))
         # quantize_dynamic replaces Gemm by MatMul and Add first
         left = [key for node, name in nodes if name in layers.excluded for key in (node.name, f"{node.name}_MatMul")]
-        convert(ready, int8, _Plan(left, _input_tensors(ready, nodes)))
+        convert(made.ready, int8, _Plan(left, _input_tensors(made.ready, nodes)))
         content = int8.read_bytes()
 
     def reason(key: str, one: nn.Module) -> str:
         return layers.left_float[key] if key in layers.excluded else left_float(key, one)
 
     reasons = {key: reason(key, one) for key, one in module.named_modules() if any(True for _ in weights_of(one))}
-    form = Form(name, OnnxCall(content, structure), onnx=content, file_bytes=len(content))
+    form = Form(name, OnnxCall(content, made.structure, made.dtypes), onnx=content, file_bytes=len(content))
     form.left_float = {key: why for key, why in reasons.items() if why}
     return form
 
@@ -188,8 +203,7 @@ def write_float_files(module: nn.Module, inputs: Sequence[Inputs], folder: Path)
         folder = shared.folder / str(len(shared.made))
         folder.mkdir(exist_ok=True)  # an earlier attempt may have failed
     written, ready = folder / "float.onnx", folder / "ready.onnx"
-    structure, is_split = write_float(module, inputs, written)
-    made = FloatFiles(structure, written, ready, is_split)
+    made = FloatFiles(*write_float(module, inputs, written), written, ready)
     _optimize(written, ready)
     if shared is not None:
         shared.made[key] = made
@@ -246,14 +260,24 @@ def _optimize_file(source: Path, target: Path) -> None:
         os.chdir(here)
 
 
-def write_float(module: nn.Module, inputs: Sequence[Inputs], path: Path) -> tuple[Structure, bool]:
+def write_float(
+    module: nn.Module, inputs: Sequence[Inputs], path: Path
+) -> tuple[Structure, Sequence[torch.dtype] | None, bool]:
     """Write ``module`` as ONNX; names of inputs end in ``__`` and the index of the tensor in a call.
 
+    Modules in bfloat16 or float16, which ONNX Runtime has no products for on CPUs, are written in float32.
+
     Returns:
-        The structure of a call, and whether the weights are in a further file, see
-        :func:`~lightning_accel.compress.export.onnx.save_onnx`.
+        The structure of a call; the dtypes of the outputs of such a module, None of others; and whether the weights
+        are in a further file, see :func:`~lightning_accel.compress.export.onnx.save_onnx`.
     """
-    module = copy_with_same_parameters(module)
+    dtypes = None
+    if has_half_precision(module):
+        with torch.no_grad():
+            dtypes = [one.dtype for one in tensors_of(module(*inputs[0][0], **inputs[0][1]))]
+        module, inputs = copy.deepcopy(module).float(), to_float32(list(inputs))
+    else:
+        module = copy_with_same_parameters(module)
     make_experts_dense_(module)
     structure = Structure.of(module, inputs[0])
     flat, tensors = Flat(module, structure), tuple(tensors_of(inputs[0]))
@@ -269,7 +293,7 @@ def write_float(module: nn.Module, inputs: Sequence[Inputs], path: Path) -> tupl
             failure = error
     else:
         raise CannotConvertError(f"torch.onnx cannot export it: {first_line(failure)}") from failure
-    return structure, save_onnx(program, path)
+    return structure, dtypes, save_onnx(program, path)
 
 
 def require_onnxruntime() -> None:

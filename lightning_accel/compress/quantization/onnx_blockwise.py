@@ -58,7 +58,7 @@ def _make_form(
         with suppress_output():
             files = write_float_files(module, inputs, Path(folder))
         content, done, wanted = _round_products(files, module, layers, bits, known)
-    form = Form(f"int{bits} ONNX Runtime weight-only", OnnxCall(content, files.structure), onnx=content)
+    form = Form(f"int{bits} ONNX Runtime weight-only", OnnxCall(content, files.structure, files.dtypes), onnx=content)
     form.file_bytes = len(content)
     form.left_float = {
         name: layers.left_float[name] if name in layers.excluded else _left(name, wanted)
@@ -111,7 +111,7 @@ def _known_of(
     for name, value in module.get_submodule(layer).named_parameters(recurse=False):
         rounded = known.get(f"{layer}.{name}" if layer else name, [])
         if len(rounded) == len(matrices):
-            pairs = zip(value.detach().reshape(len(matrices), *value.shape[-2:]), matrices, strict=True)
+            pairs = zip(value.detach().float().reshape(len(matrices), *value.shape[-2:]), matrices, strict=True)
             if all(torch.equal(one, matrix) or torch.equal(one.mT, matrix) for one, matrix in pairs):
                 return rounded
     return None

@@ -184,6 +184,25 @@ def test_files_compute_what_the_integers_stand_for(make, bits, monkeypatch):
     torch.testing.assert_close(found[1], module.head(hidden)[:7], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_modules_of_16_bits_are_written_in_32_and_keep_their_dtypes(dtype, tmp_path):
+    pytest.importorskip("onnxruntime")
+    module, x = Net().eval().to(dtype), torch.randn(40, 70).to(dtype)
+    wide, calls = copy.deepcopy(module).float(), [((x,), {})]
+    for make in (onnx_float, onnx_int8, onnx_int4):
+        form = make(module, calls, find_layers(module))
+        expected = make(wide, [((x.float(),), {})], find_layers(wide))
+        found = form.run(x[:7])
+        assert [one.dtype for one in found] == [dtype, dtype]
+        assert all(map(torch.equal, found, [one.to(dtype) for one in expected.run(x[:7].float())]))
+    assert module.first.weight.dtype == dtype
+    path = export(module, calls, tmp_path / "model.onnx", "onnx", quantized=form).path
+    loaded = load_compressed(path)(x[:7])
+    assert [one.dtype for one in loaded] == [dtype, dtype]
+    assert all(map(torch.equal, loaded, found))
+
+
 class Mixture(nn.Module):
     def __init__(self, **options):
         super().__init__()
