@@ -1,4 +1,5 @@
 import json
+import sys
 
 import lightning as L
 import pytest
@@ -207,9 +208,12 @@ def test_export_after_a_fit(tmp_path):
 
 
 @SLOW
-def test_the_decoder_is_written_in_the_form_that_is_fastest_at_a_token(tmp_path):
+@pytest.mark.parametrize("one_file", [2**31, 10_000], ids=["one_file", "split"])
+def test_the_decoder_is_written_in_the_form_that_is_fastest_at_a_token(one_file, tmp_path, monkeypatch):
+    """Float weights of more than ``one_file`` bytes are in a file of their own, as above 2 GB."""
     pytest.importorskip("transformers")
     pytest.importorskip("onnxruntime")
+    monkeypatch.setattr(sys.modules["lightning_accel.compress.export.onnx"], "ONE_FILE", one_file)
     module = ZOO["llama"].make()
     quantization = Quantization(
         "weight_only", "onnxruntime", module="model", exclude=["model.lm_head"], monitor="val_loss", monitor_mode="min",

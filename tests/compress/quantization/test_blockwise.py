@@ -13,7 +13,7 @@ from lightning_accel.compress import CachedDecoder, ExportError, export, load_co
 from lightning_accel.compress.export.structure import tensors_of
 from lightning_accel.compress.quantization import onnx_blockwise, onnx_products
 from lightning_accel.compress.quantization.blockwise import Rounded, round_in_blocks, round_layers
-from lightning_accel.compress.quantization.form import CannotConvertError
+from lightning_accel.compress.quantization.form import CannotConvertError, require_memory
 from lightning_accel.compress.quantization.inputs import noise_share
 from lightning_accel.compress.quantization.layers import find_layers
 from lightning_accel.compress.quantization.onnx import onnx_dynamic, onnx_float, sharing_export, write_float
@@ -375,6 +375,23 @@ def test_four_bits_are_picked_within_a_limit_alone():
     assert "error is" in str(failure.value)
     plain = quantize(module, calls, "auto", "onnxruntime", seconds=0.01, batch_sizes=[32])
     assert name not in {row.name for row in plain.report.rows}  # nor made
+
+
+def test_forms_that_need_more_memory_than_is_free_are_not_made(monkeypatch, tmp_path):
+    """The weights have 72,000 bytes."""
+    pytest.importorskip("onnxruntime")
+    meminfo = tmp_path / "meminfo"
+    monkeypatch.setattr("lightning_accel.compress.quantization.form._MEMORY", meminfo)
+    module = nn.Linear(180, 100, bias=False)
+    meminfo.write_text("MemFree: 7 kB\nMemAvailable: 142 kB\n")
+    require_memory(module, 2.0)
+    with pytest.raises(CannotConvertError, match=r"it needs about 0\.0 GB of memory, and 0\.0 are free"):
+        require_memory(module, 3.0)
+    meminfo.write_text("MemAvailable: 100 kB\n")
+    with pytest.raises(NothingPickedError, match="of memory, and"):
+        quantize(module, [((torch.randn(4, 180),), {})], "weight_only", "onnxruntime", seconds=0.01)
+    meminfo.unlink()
+    require_memory(module, 1e9)  # systems that do not tell
 
 
 def test_values_have_the_last_block_cut():
