@@ -56,23 +56,23 @@ def round_in_blocks(weight: Tensor, bits: int, block: int, products: Tensor | No
         return _round_to_nearest(weight.float(), bits, block)
     weight, factor = compensate(weight.float(), products.float())
     importance = products.diagonal().float()
-    integers = torch.empty_like(weight, dtype=torch.int8)
+    integers = torch.empty(weight.shape[1], weight.shape[0], dtype=torch.int8, device=weight.device)  # (K, M)
     scales = []
     for begin in range(0, weight.shape[1], _COLUMNS):
-        part = weight[:, begin : begin + _COLUMNS]  # changed in place
+        part = weight[:, begin : begin + _COLUMNS].t().contiguous()  # (128, M), in which a column lies together
         rows = factor[begin : begin + _COLUMNS]  # (128, K)
         square = rows[:, begin : begin + _COLUMNS]
         errors = torch.zeros_like(part)
-        for column in range(part.shape[1]):
+        for column in range(part.shape[0]):
             if column % block == 0:
                 places = slice(begin + column, begin + column + block)
-                scales.append(_scale(part[:, column : column + block], importance[places], bits))
-            whole = _round(part[:, column], scales[-1], bits)
-            integers[:, begin + column] = whole
-            errors[:, column] = (part[:, column] - whole * scales[-1]) / square[column, column]
-            part[:, column:] -= errors[:, column, None] * square[column, column:]
-        weight[:, begin + _COLUMNS :] -= errors @ rows[:, begin + _COLUMNS :]
-    return Rounded(integers, torch.stack(scales, 1), block)
+                scales.append(_scale(part[column : column + block].t(), importance[places], bits))
+            whole = _round(part[column], scales[-1], bits)
+            integers[begin + column] = whole
+            errors[column] = (part[column] - whole * scales[-1]) / square[column, column]
+            part[column + 1 :] -= errors[column] * square[column, column + 1 :, None]
+        weight[:, begin + _COLUMNS :] -= errors.t() @ rows[:, begin + _COLUMNS :]
+    return Rounded(integers.t().contiguous(), torch.stack(scales, 1), block)
 
 
 def _round_to_nearest(weight: Tensor, bits: int, block: int) -> Rounded:
