@@ -428,8 +428,8 @@ def _write(traced: _Traced, about: dict[str, Any], format: str, path: Path, cont
         assert content is not None
         model, names = add_processing(content, traced.flat, traced.calls)
         entry = model.metadata_props.add()
-        outputs = named_tensors(traced.flat.output, others=[])
-        dtypes = [str(outputs[name].dtype).removeprefix("torch.") for name in traced.flat.kept]
+        tensors = named_tensors(traced.flat.output, others=[])
+        dtypes = [str(tensors[name].dtype).removeprefix("torch.") for name in traced.flat.kept]
         entry.key, entry.value = METADATA, json.dumps(about | names | {"onnx_dtypes": dtypes})
         path.write_bytes(model.SerializeToString())
     elif format == "onnx":
