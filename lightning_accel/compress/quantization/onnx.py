@@ -5,7 +5,7 @@ import os
 import tempfile
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel._private.torch import has_vnni
-from lightning_accel.compress.calls import Inputs, first_line
+from lightning_accel.compress.calls import Inputs, first_line, first_samples, num_samples
 from lightning_accel.compress.export.loading import onnx_session
 from lightning_accel.compress.export.onnx import save_onnx, to_onnx
 from lightning_accel.compress.export.structure import Flat, Structure, bind, named_tensors, tensors_of
@@ -280,14 +280,18 @@ def write_float(
         module = copy_with_same_parameters(module)
     make_experts_dense_(module)
     structure = Structure.of(module, inputs[0])
-    flat, tensors = Flat(module, structure), tuple(tensors_of(inputs[0]))
+    flat, whole = Flat(module, structure), tuple(tensors_of(inputs[0]))
+    tries = [(whole, True), (whole, False)]
+    with suppress(ValueError):  # no tensor has a dimension
+        if num_samples(inputs[0]) == 1:  # sizes of 1 would be fixed in the file
+            tries.insert(0, (tuple(tensors_of(first_samples(inputs[0], 2))), True))
     arguments = named_tensors(bind(module.forward, *inputs[0]), others=[])
     names = [f"{name.replace('.', '_')}__{place}" for place, name in enumerate(arguments)]
     dims = tuple(dict.fromkeys(one, torch.export.Dim.DYNAMIC) for one in dynamic_shapes(inputs))
-    for shapes in ((dims,), None):
+    for tensors, is_dynamic in tries:
         try:
             with torch.no_grad(), suppress_output():
-                program = to_onnx(trace(flat, tensors, shapes), names)
+                program = to_onnx(trace(flat, tensors, (dims,) if is_dynamic else None), names)
             break
         except Exception as error:
             failure = error

@@ -10,6 +10,8 @@ from lightning_accel.callbacks import Export, Quantization
 from lightning_accel.compress import CachedDecoder, Quantized, Report, Row, export, load_compressed, quantize
 from lightning_accel.compress.export import loading
 from lightning_accel.compress.quantization.decoding import quantize_decoder
+from lightning_accel.compress.quantization.layers import find_layers
+from lightning_accel.compress.quantization.onnx_blockwise import onnx_int8
 from lightning_accel.models import MoELanguageModel
 from lightning_accel.ops.token_sampling import draw_tokens
 from tests.zoo import ZOO
@@ -238,6 +240,18 @@ def test_the_decoder_is_written_in_the_form_that_is_fastest_at_a_token(one_file,
     assert 1e-6 < (found - exact).abs().max() < 0.2 * exact.abs().max()
     texts = load_compressed(export.exported.path).generate(prompts(), 4, temperature=0)
     assert torch.equal(texts[:, prompts().shape[1]], found.argmax(-1))
+
+
+@SLOW
+def test_forms_made_of_single_texts_take_several(tmp_path):
+    pytest.importorskip("onnxruntime")
+    decoder = CachedDecoder(model_of("ours"), MAX_LENGTH).eval()
+    calls = decoder.calls(prompts()[:1])
+    form = onnx_int8(decoder, calls, find_layers(decoder))
+    loaded = load_compressed(export(decoder, calls, tmp_path / "model.onnx", "onnx", quantized=form).path)
+    (args, _), _ = decoder.calls(prompts())
+    torch.testing.assert_close(loaded(*args), form.run(*args))
+    assert loaded.generate(prompts(), 2, temperature=0).shape == (3, prompts().shape[1] + 2)
 
 
 @SLOW
