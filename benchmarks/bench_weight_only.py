@@ -50,14 +50,14 @@ PROMPT = 128
 def by_hand(module: nn.Module, inputs: list[Inputs], bits: int) -> Form:
     """Make a form of the file that ONNX Runtime's quantizer makes."""
     with tempfile.TemporaryDirectory() as folder, suppress_output():
-        structure, _, ready = write_float_files(module, inputs, Path(folder))
-        graph = ONNXModel(onnx.load(ready))
+        files = write_float_files(module, inputs, Path(folder))
+        graph = ONNXModel(onnx.load(files.ready))
     graph.replace_gemm_with_matmul()
     quantizer = MatMulNBitsQuantizer(graph.model, bits=bits, accuracy_level=4)
     quantizer.process()
     content = quantizer.model.model.SerializeToString()
     name = f"int{bits} by hand, ONNX Runtime"
-    return Form(name, OnnxCall(content, structure), onnx=content, file_bytes=len(content))
+    return Form(name, OnnxCall(content, files.structure, files.dtypes), onnx=content, file_bytes=len(content))
 
 
 def forms(module: nn.Module, inputs: list[Inputs]) -> list[Form]:

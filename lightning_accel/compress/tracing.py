@@ -1,5 +1,6 @@
 """Tracing of modules by ``torch.export``."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,10 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from lightning_accel._private.others import has_grouped_experts
+from lightning_accel._private.torch import tree_map_only
 from lightning_accel.nn.moe.layer import Experts
+
+_HALF = torch.bfloat16, torch.float16
 
 
 def trace(
@@ -39,6 +43,21 @@ def trace(
             failure = failure or error
     assert failure is not None
     raise failure
+
+
+def copy_with_same_parameters(module: nn.Module) -> nn.Module:
+    """Return a deep copy that has the same parameters, so that it takes no memory for them."""
+    return copy.deepcopy(module, {id(one): one for one in module.parameters()})
+
+
+def has_half_precision(module: nn.Module) -> bool:
+    """Return whether a module has weights in bfloat16 or float16."""
+    return any(one.dtype in _HALF for one in (*module.parameters(), *module.buffers()))
+
+
+def to_float32(value: Any) -> Any:
+    """Return nested tensors with those in bfloat16 and float16 converted to float32."""
+    return tree_map_only(Tensor, lambda one: one.float() if one.dtype in _HALF else one, value)
 
 
 def make_experts_dense_(module: nn.Module) -> None:

@@ -351,6 +351,11 @@ def file_of_quantized(trainer: L.Trainer) -> tuple[str | None, int | None]:
     return next(iter(formats), None), next(iter(lengths), None)
 
 
+def exported_modules(trainer: L.Trainer) -> list[str]:
+    """Return the names of the modules that the Trainer's Export callbacks are told to write."""
+    return [one.module for one in callbacks_of(trainer, Export) if one.module is not None]
+
+
 def _is_fixed_length(shape: Sequence[int | None]) -> bool:
     return len(shape) == 2 and shape[0] is None and shape[1] is not None
 

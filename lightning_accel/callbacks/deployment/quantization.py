@@ -24,7 +24,7 @@ from lightning_accel.callbacks.deployment.copies import (
     run_folder,
     run_in_first_process,
 )
-from lightning_accel.callbacks.deployment.export import file_of_quantized
+from lightning_accel.callbacks.deployment.export import exported_modules, file_of_quantized
 from lightning_accel.callbacks.deployment.loaders import in_random_order, undistributed
 from lightning_accel.callbacks.deployment.memory import memory_of
 from lightning_accel.callbacks.fit_end import failures_as_warnings
@@ -97,7 +97,7 @@ class Quantization(L.Callback):
         max_drop: how much worse than in float ``monitor`` may become. The layers that harm it most stay in float until
             it is within this limit; a form that stays beyond it is not picked. Only with a limit are weights in 4 bits
             picked.
-        module: name of the deployed submodule; by default the one that ``validation_step`` calls.
+        module: name of the deployed submodule; by default the one that ``Export`` names, or ``validation_step`` calls.
         begin: begin of ``qat``: optimizer step, or share of the run if a float in [0, 1).
         batch_size: number of samples at which the fastest is picked, that of the calls to come; at most, and by
             default, the training batch.
@@ -107,8 +107,9 @@ class Quantization(L.Callback):
         start: old name of ``begin``; as an int, an epoch.
 
     Raises:
-        ValueError: if an option is out of range; before training, if ``exclude`` or ``module`` names nothing, no layer
-            can be quantized, or there is no validation data for ``monitor``.
+        ValueError: if an option is out of range; before training, if ``exclude`` or ``module`` names nothing, if
+            ``Export`` writes another module, if no layer can be quantized, or if there is no validation data for
+            ``monitor``.
         TypeError: before training, if the module has no ``validation_step``.
         ModuleNotFoundError: before training, if a package of the ``backend`` is missing.
 
@@ -178,6 +179,7 @@ class Quantization(L.Callback):
         self.seconds = seconds
         self.device = device
         self._file_format: str | None = None
+        self._exported: str | None = None  # the module that Export names
         self._max_length: int | None = None  # of the decoder of text that is exported, if one is
         self.result: Quantized | None = None
         self._layers: dict[str, FakeQuantized] = {}
@@ -185,6 +187,11 @@ class Quantization(L.Callback):
         self._enabled = False
         self._start_step = math.inf
         self._in_batch: L.Trainer | None = None  # set until the ranges are updated from this batch
+
+    @property
+    def _name(self) -> str | None:
+        """Return the name of the deployed submodule, None for the one that ``validation_step`` calls."""
+        return self._exported if self.module is None else self.module
 
     @property
     def phase(self) -> str:
@@ -198,6 +205,7 @@ class Quantization(L.Callback):
         if stage != "fit":
             return
         self._file_format, self._max_length = file_of_quantized(trainer)
+        self._exported = self._require_exported(exported_modules(trainer))
         kind = "static" if self.mode == "qat" else self.mode
         require_form(kind, self.backend, self.device, self._file_format)
         if self.device == "cuda" and not torch.cuda.is_available():
@@ -217,7 +225,7 @@ class Quantization(L.Callback):
         self.result = None
         self._enabled = False
         self._copy = WholeCopy(pl_module)
-        require_deployable(pl_module, "Quantization", self.module)
+        require_deployable(pl_module, "Quantization", self._name)
         quantized = find_layers(pl_module, self.exclude).quantized
         if self.mode in ("static", "qat") and not quantized:
             raise ValueError(
@@ -230,6 +238,15 @@ class Quantization(L.Callback):
                 "and backend='auto'"
             )
 
+    def _require_exported(self, names: Sequence[str]) -> str | None:
+        """Return the module that Export callbacks name, if it is one; raise if they write another than ``module``."""
+        if self.module is not None and names and self.module not in names:
+            raise ValueError(
+                f"Quantization(module={self.module!r}) makes a form that Export(module={names[0]!r}) would not write; "
+                "name the same module in both, or in one of them"
+            )
+        return names[0] if len(set(names)) == 1 else None
+
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.monitor is not None and not trainer.enable_validation:
             raise ValueError(f"Quantization monitors {self.monitor!r}, but this run does not validate")
@@ -239,9 +256,9 @@ class Quantization(L.Callback):
 
     def _check_early(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Raise before training what would make all measurements fail after it."""
-        dry_run(trainer, pl_module, self._copy, self._check_calls, "quantize", self.module, of_training=True)
+        dry_run(trainer, pl_module, self._copy, self._check_calls, "quantize", self._name, of_training=True)
         if self.monitor is not None:
-            dry_run(trainer, pl_module, self._copy, self._check_monitor, "quantize", self.module)
+            dry_run(trainer, pl_module, self._copy, self._check_monitor, "quantize", self._name)
 
     def _check_calls(self, found: Deployed) -> None:
         call = found.inputs[0]
@@ -286,7 +303,7 @@ class Quantization(L.Callback):
         return self.monitor == PERPLEXITY and self._max_length is not None
 
     def _attach(self, pl_module: L.LightningModule) -> None:
-        inside = f"{self.module}." if self.module else ""
+        inside = f"{self._name}." if self._name else ""
         layers = find_layers(pl_module, self.exclude)
         chosen = {name: one for name, one in layers.quantized.items() if f"{name}.".startswith(inside)}
         detach(pl_module)  # from a run that was interrupted
@@ -408,7 +425,7 @@ class Quantization(L.Callback):
 
     def _find(self, module: L.LightningModule, loader: Any, datamodule: L.LightningDataModule | None) -> Deployed:
         """Find the deployed module, with calls of ``calibrate`` samples in total."""
-        return calibration_calls(module, in_random_order(loader), self.calibrate, self.module, datamodule)
+        return calibration_calls(module, in_random_order(loader), self.calibrate, self._name, datamodule)
 
     def _quantize(
         self, module: L.LightningModule, deployed: Deployed, loader: Any, datamodule: L.LightningDataModule | None

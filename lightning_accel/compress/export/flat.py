@@ -9,7 +9,7 @@ from torch.export import ExportedProgram
 
 from lightning_accel.compress.calls import Inputs, Run
 from lightning_accel.compress.export.structure import Structure, Unflat, bind, named_tensors, restore
-from lightning_accel.compress.tracing import make_experts_dense_
+from lightning_accel.compress.tracing import copy_with_same_parameters, make_experts_dense_
 
 
 class FromTensors(nn.Module):
@@ -19,7 +19,7 @@ class FromTensors(nn.Module):
         self, module: nn.Module, preprocess: nn.Module | None, postprocess: nn.Module | None, dense: bool
     ) -> None:
         super().__init__()
-        self.module = copy.deepcopy(module)
+        self.module = copy_with_same_parameters(module)
         self.preprocess = copy.deepcopy(preprocess)
         self.postprocess = copy.deepcopy(postprocess)
         for one in self.modules():

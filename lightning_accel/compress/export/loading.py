@@ -18,6 +18,7 @@ from lightning_accel.compress.export.archive import METADATA, checked_archive, l
 from lightning_accel.compress.export.structure import named_tensors, plain_values, rebuild
 from lightning_accel.compress.quantization.form import Compiled
 from lightning_accel.compress.quiet import suppress_output
+from lightning_accel.compress.tracing import to_float32
 from lightning_accel.ops.extras import require_module
 from lightning_accel.ops.token_sampling import draw_tokens
 
@@ -293,11 +294,15 @@ def _load_onnx(path: Path) -> Compressed:
     used = [one.name for one in session.get_inputs()]  # inputs that no output depends on are missing
     renamed = about.get("onnx_inputs", {})
     kept = about.get("onnx_outputs")
+    dtypes = [getattr(torch, name) for name in about.get("onnx_dtypes", [])]  # float32 in the file for those of 16 bits
 
     def run(tensors: dict[str, Tensor]) -> list[Tensor]:
-        feed = {name: tensors[renamed.get(name, name)].detach().cpu().numpy() for name in used}
+        given = {name: tensors[renamed.get(name, name)] for name in used}
+        given = to_float32(given) if dtypes else given
+        feed = {name: value.detach().cpu().numpy() for name, value in given.items()}
         outputs = [torch.from_numpy(value) for value in session.run(None, feed)]
-        return outputs if kept is None else [outputs[place] for place in kept]
+        outputs = outputs if kept is None else [outputs[place] for place in kept]
+        return [value.to(dtype) for value, dtype in zip(outputs, dtypes, strict=True)] if dtypes else outputs
 
     return Compressed(path, about, run)
 

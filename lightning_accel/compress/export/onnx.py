@@ -4,7 +4,9 @@ Shapes of the operators: S steps, B sequences, I inputs, H hidden, G gates.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +22,13 @@ from lightning_accel.compress.export.structure import named_tensors, restore, te
 _GATES = {"rnn": (0,), "gru": (1, 0, 2), "lstm": (0, 3, 1, 2)}
 
 
+ONE_FILE = 2**31 - 2**25  # bytes of weights that a file holds beside its graph: a protobuf has less than 2 GB
+
+
 def to_onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str] | None = None) -> Any:
     """Return the ``torch.onnx.ONNXProgram`` of a program, with the names of its inputs and outputs."""
     from onnx_ir.passes import PassError
+    from onnxscript.optimizer import optimize_ir
 
     write = partial(
         torch.onnx.export,
@@ -33,12 +39,38 @@ def to_onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[s
         output_names=outputs,
         verbose=False,
     )
+    is_large = sum(value.nbytes for value in program.state_dict.values()) > ONE_FILE
     try:
-        made = write()
+        made = write(optimize=not is_large)
     except PassError:  # onnxscript cannot fold a split into parts of computed sizes; runtimes optimize themselves
-        made = write(optimize=False)
+        return write(optimize=False)
     assert made is not None
+    if is_large:
+        with suppress(PassError):
+            optimize_ir(made.model, should_fold=_leave_transposes)
     return made
+
+
+def _leave_transposes(node: Any) -> bool | None:
+    """Return whether the optimizer has to keep a node: weights that it transposes need memory a second time."""
+    return False if node.op_type == "Transpose" else None
+
+
+def weight_bytes(made: Any) -> int:
+    """Return the size of the weights in a ``torch.onnx.ONNXProgram``."""
+    return sum(int(one.const_value.nbytes) for one in made.model.graph.initializers.values())
+
+
+def save_onnx(made: Any, path: Path) -> bool:
+    """Write a ``torch.onnx.ONNXProgram``, weights that a file cannot hold to one beside it, and return whether it is.
+
+    Files refer to that beside them by its name, that of ``path`` with a further ``.data``.
+    """
+    import onnx_ir
+
+    is_split = weight_bytes(made) > ONE_FILE
+    onnx_ir.save(made.model, path, external_data=f"{path.name}.data" if is_split else None)
+    return is_split
 
 
 def add_processing(content: bytes, flat: FromTensors, calls: Sequence[Inputs]) -> tuple[Any, dict[str, Any]]:

@@ -20,7 +20,7 @@ from lightning_accel.compress.calls import Inputs, Run, first_line, first_sample
 from lightning_accel.compress.export.archive import METADATA
 from lightning_accel.compress.export.flat import FromTensors, outputs_of
 from lightning_accel.compress.export.loading import FORMAT_VERSION, load_compressed
-from lightning_accel.compress.export.onnx import add_processing, to_onnx
+from lightning_accel.compress.export.onnx import ONE_FILE, add_processing, save_onnx, to_onnx, weight_bytes
 from lightning_accel.compress.export.structure import (
     bind,
     describe,
@@ -428,7 +428,9 @@ def _write(traced: _Traced, about: dict[str, Any], format: str, path: Path, cont
         assert content is not None
         model, names = add_processing(content, traced.flat, traced.calls)
         entry = model.metadata_props.add()
-        entry.key, entry.value = METADATA, json.dumps(about | names)
+        tensors = named_tensors(traced.flat.output, others=[])
+        dtypes = [str(tensors[name].dtype).removeprefix("torch.") for name in traced.flat.kept]
+        entry.key, entry.value = METADATA, json.dumps(about | names | {"onnx_dtypes": dtypes})
         path.write_bytes(model.SerializeToString())
     elif format == "onnx":
         inputs = [one["name"] for one in about["inputs"]]
@@ -436,8 +438,13 @@ def _write(traced: _Traced, about: dict[str, Any], format: str, path: Path, cont
             f"{name}_out" if name in inputs else name for name in about["output_names"]
         ]  # names are unique there
         made = to_onnx(program, inputs, outputs)
+        if (size := weight_bytes(made)) > ONE_FILE:
+            raise ValueError(
+                f"it has {size / 1e9:.1f} GB of weights, and an ONNX file holds less than 2. Take format='pt2', or "
+                "Quantization(mode='weight_only'), whose files are smaller"
+            )
         made.model.metadata_props[METADATA] = json.dumps(about)
-        made.save(path)
+        save_onnx(made, path)
     else:
         program.example_inputs = None  # they would be written as a pickle
         torch.export.save(program, path, extra_files={METADATA: json.dumps(about)})

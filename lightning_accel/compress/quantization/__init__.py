@@ -2,6 +2,6 @@
 
 ``quantized`` makes the forms, measures scores and latencies, and picks. ``layers`` selects what is quantized,
 ``inputs`` finds the dynamic sizes of calls. ``pt2e`` and ``onnx`` make forms with torch and with ONNX Runtime, and
-``onnx_blockwise`` those with the integers of ``blockwise``; ``form`` is the interface of all. ``fake_quant`` trains
-with quantization. ``decoding`` picks among the forms of decoders of text.
+``onnx_blockwise`` those with the integers of ``blockwise``, which ``onnx_products`` puts into graphs; ``form`` is the
+interface of all. ``fake_quant`` trains with quantization. ``decoding`` picks among the forms of decoders of text.
 """

@@ -3,6 +3,7 @@
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from lightning_accel.compress.quiet import suppress_output
 from lightning_accel.compress.tracing import trace
 
 MAX_SIZES = 16
+_MEMORY = Path("/proc/meminfo")
 MAX_NODES = 3000  # of a graph to compile; more would take many minutes
 
 
@@ -43,6 +45,24 @@ class Form:
     file_bytes: int | None = None
     left_float: dict[str, str] = field(default_factory=dict)
     no_file: str = ""
+
+
+def require_memory(module: nn.Module, copies: float) -> None:
+    """Raise if less memory is free than ``copies`` times the weights of ``module``; systems but Linux are not asked.
+
+    Without this the system would end the process, with the training.
+
+    Raises:
+        CannotConvertError: if the memory is too small.
+    """
+    try:
+        lines = _MEMORY.read_text().splitlines()
+        free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return
+    needed = copies * sum(value.nbytes for value in module.parameters() if value.device.type == "cpu")
+    if needed > free:
+        raise CannotConvertError(f"it needs about {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} are free")
 
 
 class CannotConvertError(RuntimeError):

@@ -5,7 +5,7 @@ import os
 import tempfile
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,16 +15,22 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel._private.torch import has_vnni
-from lightning_accel.compress.calls import Inputs, first_line
+from lightning_accel.compress.calls import Inputs, first_line, first_samples, num_samples
 from lightning_accel.compress.export.loading import onnx_session
-from lightning_accel.compress.export.onnx import to_onnx
+from lightning_accel.compress.export.onnx import save_onnx, to_onnx
 from lightning_accel.compress.export.structure import Flat, Structure, bind, named_tensors, tensors_of
 from lightning_accel.compress.quantization.form import CannotConvertError, Form
 from lightning_accel.compress.quantization.inputs import dynamic_shapes
 from lightning_accel.compress.quantization.layers import Layers
 from lightning_accel.compress.quantization.pt2e import Ranges
 from lightning_accel.compress.quiet import suppress_output
-from lightning_accel.compress.tracing import make_experts_dense_, trace
+from lightning_accel.compress.tracing import (
+    copy_with_same_parameters,
+    has_half_precision,
+    make_experts_dense_,
+    to_float32,
+    trace,
+)
 from lightning_accel.nn.recurrent.layer import RecurrentLayer
 from lightning_accel.ops.extras import require_module
 
@@ -34,17 +40,20 @@ _STATIC = [  # operators to quantize: products, and those between them that are 
     *_SAME_GRID,
 ]
 _WITH_PRODUCTS = ("Conv", "Gemm", "MatMul", "LSTM")
+TOO_LARGE = "an ONNX file holds less than 2 GB, and the float one has more"
 
 
-class _FloatFiles(NamedTuple):
+class FloatFiles(NamedTuple):
     structure: Structure
+    dtypes: Sequence[torch.dtype] | None  # of the outputs of a module in bfloat16 or float16, written in float32
+    is_split: bool  # whether both files need the weights of a further one beside them
     written: Path
     ready: Path  # after ONNX Runtime's optimization
 
 
 class _ExportCache(NamedTuple):
     folder: Path
-    made: dict[Any, _FloatFiles]
+    made: dict[Any, FloatFiles]
 
 
 _EXPORT_CACHE: ContextVar[_ExportCache | None] = ContextVar("float files that forms share", default=None)
@@ -56,18 +65,23 @@ class _Plan(NamedTuple):
 
 
 class OnnxCall:
-    """Run the bytes of an ONNX file, with the inputs and outputs of the module that it was made from."""
+    """Run an ONNX file, or the bytes of one, with the inputs and outputs of the module that it was made from."""
 
-    def __init__(self, content: bytes, structure: Structure) -> None:
+    def __init__(self, content: bytes | Path, structure: Structure, dtypes: Sequence[torch.dtype] | None) -> None:
         self.session = onnx_session(content, ["CPUExecutionProvider"])
         self.names = [one.name for one in self.session.get_inputs()]
         self.kept = [int(name.rpartition("__")[2]) for name in self.names]  # unused tensors have no input
         self.structure = structure
+        self.dtypes = dtypes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors = self.structure.tensors_of(args, kwargs)
+        tensors = tensors if self.dtypes is None else to_float32(list(tensors))
         feed = {name: tensors[place].detach().numpy() for name, place in zip(self.names, self.kept, strict=True)}
-        return self.structure.rebuild([torch.from_numpy(value) for value in self.session.run(None, feed)])
+        outputs = [torch.from_numpy(value) for value in self.session.run(None, feed)]
+        if self.dtypes is not None:
+            outputs = [value.to(dtype) for value, dtype in zip(outputs, self.dtypes, strict=True)]
+        return self.structure.rebuild(outputs)
 
 
 @contextmanager
@@ -86,8 +100,14 @@ def onnx_float(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> F
     require_onnxruntime()
     with tempfile.TemporaryDirectory() as folder, suppress_output():
         made = write_float_files(module, inputs, Path(folder))
+        if made.is_split:
+            form = Form("fp32 ONNX Runtime", OnnxCall(made.ready, made.structure, made.dtypes), no_file=TOO_LARGE)
+            form.file_bytes = sum(one.stat().st_size for one in (made.ready, _data_of(made.written)))
+            return form
         content = made.ready.read_bytes()
-    return Form("fp32 ONNX Runtime", OnnxCall(content, made.structure), onnx=content, file_bytes=len(content))
+    return Form(
+        "fp32 ONNX Runtime", OnnxCall(content, made.structure, made.dtypes), onnx=content, file_bytes=len(content)
+    )
 
 
 def onnx_dynamic(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
@@ -154,24 +174,26 @@ def _make_form(
     left_float: Callable[[str, nn.Module], str],
 ) -> Form:
     with tempfile.TemporaryDirectory() as folder, suppress_output():
-        structure, written, ready = write_float_files(module, inputs, Path(folder))
+        made = write_float_files(module, inputs, Path(folder))
+        if made.is_split:
+            raise CannotConvertError(f"{TOO_LARGE}, and its quantizer needs it; weight-only forms can be made")
         int8 = Path(folder, "int8.onnx")
-        nodes = list(find_product_nodes(written, ready))
+        nodes = list(find_product_nodes(made.written, made.ready))
         # quantize_dynamic replaces Gemm by MatMul and Add first
         left = [key for node, name in nodes if name in layers.excluded for key in (node.name, f"{node.name}_MatMul")]
-        convert(ready, int8, _Plan(left, _input_tensors(ready, nodes)))
+        convert(made.ready, int8, _Plan(left, _input_tensors(made.ready, nodes)))
         content = int8.read_bytes()
 
     def reason(key: str, one: nn.Module) -> str:
         return layers.left_float[key] if key in layers.excluded else left_float(key, one)
 
     reasons = {key: reason(key, one) for key, one in module.named_modules() if any(True for _ in weights_of(one))}
-    form = Form(name, OnnxCall(content, structure), onnx=content, file_bytes=len(content))
+    form = Form(name, OnnxCall(content, made.structure, made.dtypes), onnx=content, file_bytes=len(content))
     form.left_float = {key: why for key, why in reasons.items() if why}
     return form
 
 
-def write_float_files(module: nn.Module, inputs: Sequence[Inputs], folder: Path) -> _FloatFiles:
+def write_float_files(module: nn.Module, inputs: Sequence[Inputs], folder: Path) -> FloatFiles:
     """Write ``module`` to ``folder``, or return the files of an earlier call within :func:`sharing_export`."""
     shared = _EXPORT_CACHE.get()
     key = module, *map(id, inputs)
@@ -181,7 +203,7 @@ def write_float_files(module: nn.Module, inputs: Sequence[Inputs], folder: Path)
         folder = shared.folder / str(len(shared.made))
         folder.mkdir(exist_ok=True)  # an earlier attempt may have failed
     written, ready = folder / "float.onnx", folder / "ready.onnx"
-    made = _FloatFiles(write_float(module, inputs, written), written, ready)
+    made = FloatFiles(*write_float(module, inputs, written), written, ready)
     _optimize(written, ready)
     if shared is not None:
         shared.made[key] = made
@@ -189,7 +211,39 @@ def write_float_files(module: nn.Module, inputs: Sequence[Inputs], folder: Path)
 
 
 def _optimize(source: Path, target: Path) -> None:
-    """Write the graph after ONNX Runtime's optimization and shape inference."""
+    """Write the graph after ONNX Runtime's optimization and shape inference.
+
+    Weights in a file beside ``source`` are not read: they are inputs of the graph meanwhile, and ``target`` refers to
+    the same file.
+    """
+    import onnx
+
+    model = onnx.load(source, load_external_data=False)
+    weights = [one for one in model.graph.initializer if one.data_location == onnx.TensorProto.EXTERNAL]
+    if not weights:
+        _optimize_file(source, target)
+        return
+    names = {one.name for one in weights}
+    for place in reversed(range(len(model.graph.initializer))):
+        if model.graph.initializer[place].name in names:
+            del model.graph.initializer[place]
+    model.graph.input.extend(onnx.helper.make_tensor_value_info(one.name, one.data_type, one.dims) for one in weights)
+    graph = source.with_name("graph.onnx")
+    onnx.save(model, graph)
+    _optimize_file(graph, target)
+    model = onnx.load(target)
+    for place in reversed(range(len(model.graph.input))):
+        if model.graph.input[place].name in names:
+            del model.graph.input[place]
+    model.graph.initializer.extend(weights)
+    onnx.save(model, target)
+
+
+def _data_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.data")
+
+
+def _optimize_file(source: Path, target: Path) -> None:
     import onnx
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
@@ -206,26 +260,44 @@ def _optimize(source: Path, target: Path) -> None:
         os.chdir(here)
 
 
-def write_float(module: nn.Module, inputs: Sequence[Inputs], path: Path) -> Structure:
-    """Write ``module`` as ONNX; names of inputs end in ``__`` and the index of the tensor in a call."""
-    module = copy.deepcopy(module)
+def write_float(
+    module: nn.Module, inputs: Sequence[Inputs], path: Path
+) -> tuple[Structure, Sequence[torch.dtype] | None, bool]:
+    """Write ``module`` as ONNX; names of inputs end in ``__`` and the index of the tensor in a call.
+
+    Modules in bfloat16 or float16, which ONNX Runtime has no products for on CPUs, are written in float32.
+
+    Returns:
+        The structure of a call; the dtypes of the outputs of such a module, None of others; and whether the weights
+        are in a further file, see :func:`~lightning_accel.compress.export.onnx.save_onnx`.
+    """
+    dtypes = None
+    if has_half_precision(module):
+        with torch.no_grad():
+            dtypes = [one.dtype for one in tensors_of(module(*inputs[0][0], **inputs[0][1]))]
+        module, inputs = copy.deepcopy(module).float(), to_float32(list(inputs))
+    else:
+        module = copy_with_same_parameters(module)
     make_experts_dense_(module)
     structure = Structure.of(module, inputs[0])
-    flat, tensors = Flat(module, structure), tuple(tensors_of(inputs[0]))
+    flat, whole = Flat(module, structure), tuple(tensors_of(inputs[0]))
+    tries = [(whole, True), (whole, False)]
+    with suppress(ValueError):  # no tensor has a dimension
+        if num_samples(inputs[0]) == 1:  # sizes of 1 would be fixed in the file
+            tries.insert(0, (tuple(tensors_of(first_samples(inputs[0], 2))), True))
     arguments = named_tensors(bind(module.forward, *inputs[0]), others=[])
     names = [f"{name.replace('.', '_')}__{place}" for place, name in enumerate(arguments)]
     dims = tuple(dict.fromkeys(one, torch.export.Dim.DYNAMIC) for one in dynamic_shapes(inputs))
-    for shapes in ((dims,), None):
+    for tensors, is_dynamic in tries:
         try:
             with torch.no_grad(), suppress_output():
-                program = to_onnx(trace(flat, tensors, shapes), names)
+                program = to_onnx(trace(flat, tensors, (dims,) if is_dynamic else None), names)
             break
         except Exception as error:
             failure = error
     else:
         raise CannotConvertError(f"torch.onnx cannot export it: {first_line(failure)}") from failure
-    program.save(path)
-    return structure
+    return structure, dtypes, save_onnx(program, path)
 
 
 def require_onnxruntime() -> None:
@@ -260,9 +332,11 @@ def find_product_nodes(floating: Path, ready: Path) -> Iterator[tuple[Any, str]]
     import onnx
 
     origins = {
-        node.name: _source_module(node) for node in onnx.load(floating).graph.node if node.op_type in _WITH_PRODUCTS
+        node.name: _source_module(node)
+        for node in onnx.load(floating, load_external_data=False).graph.node
+        if node.op_type in _WITH_PRODUCTS
     }
-    for node in onnx.load(ready).graph.node:
+    for node in onnx.load(ready, load_external_data=False).graph.node:
         if node.op_type in _WITH_PRODUCTS:
             found = max((name for name in origins if node.name.startswith(name)), key=len, default=None)
             yield node, "" if found is None else origins[found]

@@ -1,38 +1,44 @@
 """Forms for ONNX Runtime whose weights are integers of 4 or 8 bits, with a scale for each block of inputs."""
 
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lightning_accel.compress.calls import Inputs
+from lightning_accel.compress.export.onnx import ONE_FILE
 from lightning_accel.compress.pruning.prunable import find_prunable
-from lightning_accel.compress.quantization.blockwise import Rounded, round_in_blocks, round_linear_layers
+from lightning_accel.compress.quantization.blockwise import Rounded, has_experts, round_in_blocks, round_layers
 from lightning_accel.compress.quantization.form import CannotConvertError, Form
 from lightning_accel.compress.quantization.layers import Layers
 from lightning_accel.compress.quantization.onnx import (
+    FloatFiles,
     OnnxCall,
     find_product_nodes,
     require_onnxruntime,
     weights_of,
     write_float_files,
 )
+from lightning_accel.compress.quantization.onnx_products import (
+    DOMAIN,
+    delete_unused,
+    find_products,
+    num_bytes,
+    replace_product,
+)
 from lightning_accel.compress.quiet import suppress_output
 
-_DOMAIN = "com.microsoft"
 BLOCK = 128  # inputs of a scale; with 32, prompts take a tenth longer, and 4 bits lose a tenth to a third less
-_IN_INT8 = 4  # the accuracy level at which inputs are rounded to int8, block by block; others are no faster than floats
 
 
 def onnx_int4(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
-    """Make a form with weights of products in 4 bits, rounded by GPTQ in linear layers."""
+    """Make a form with weights of products in 4 bits, rounded by GPTQ in linear layers and experts."""
     require_onnxruntime()
-    linear = [name for name, one in layers.quantized.items() if isinstance(one, nn.Linear)]
-    return _make_form(module, inputs, layers, 4, round_linear_layers(module, inputs, linear, 4, BLOCK))
+    names = [name for name, one in layers.quantized.items() if isinstance(one, nn.Linear)]
+    names += [name for name, one in module.named_modules() if has_experts(one) and name not in layers.excluded]
+    return _make_form(module, inputs, layers, 4, round_layers(module, inputs, names, 4, BLOCK))
 
 
 def onnx_int8(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
@@ -45,45 +51,15 @@ def _left(name: str, wanted: Collection[str]) -> str:
     return "its product has no constant matrix" if name in wanted else "this form has products of layers alone"
 
 
-class _Product(NamedTuple):
-    """Hold a node of a product with a constant matrix."""
-
-    node: Any
-    layer: str  # name of the module that it was traced from, "" if it is not known
-    matrix: Tensor  # (M, K)
-    bias: str  # name of the tensor that is added, "" if there is none
-
-
 def _make_form(
-    module: nn.Module, inputs: Sequence[Inputs], layers: Layers, bits: int, known: Mapping[str, Rounded]
+    module: nn.Module, inputs: Sequence[Inputs], layers: Layers, bits: int, known: Mapping[str, Sequence[Rounded]]
 ) -> Form:
-    import onnx
-
-    with tempfile.TemporaryDirectory() as folder, suppress_output():
-        structure, written, ready = write_float_files(module, inputs, Path(folder))
-        names = {node.name: name for node, name in find_product_nodes(written, ready)}
-        model = onnx.load(ready)
-    wanted = {one.name.rpartition(".")[0] for one in find_prunable(module)[0]}  # no gates of experts
-    tied = {id(one.weight) for one in module.modules() if isinstance(one, nn.Embedding)}
-    wanted |= {name for name, one in layers.quantized.items() if id(one.weight) in tied}
-    wanted -= layers.excluded
-    products = [one for one in _find_products(model.graph, names) if one.layer in wanted]
-    if not products:
-        raise CannotConvertError("no layer's product has a constant matrix in its graph")
-    for one in products:
-        rounded = known.get(one.layer)
-        if rounded is None or not torch.equal(module.get_submodule(one.layer).weight, one.matrix):  # type: ignore[arg-type]
-            rounded = round_in_blocks(one.matrix, bits, BLOCK)  # an operator was folded into it, say
-        _replace(model.graph, one, rounded, bits)
-    used = {name for node in model.graph.node for name in node.input} | {one.name for one in model.graph.output}
-    for tensor in [one for one in model.graph.initializer if one.name not in used]:
-        model.graph.initializer.remove(tensor)
-    if all(one.domain != _DOMAIN for one in model.opset_import):
-        model.opset_import.append(onnx.helper.make_opsetid(_DOMAIN, 1))
-    content = model.SerializeToString()
-    form = Form(f"int{bits} ONNX Runtime weight-only", OnnxCall(content, structure), onnx=content)
+    with tempfile.TemporaryDirectory() as folder:
+        with suppress_output():
+            files = write_float_files(module, inputs, Path(folder))
+        content, done, wanted = _round_products(files, module, layers, bits, known)
+    form = Form(f"int{bits} ONNX Runtime weight-only", OnnxCall(content, files.structure, files.dtypes), onnx=content)
     form.file_bytes = len(content)
-    done = {one.layer for one in products}
     form.left_float = {
         name: layers.left_float[name] if name in layers.excluded else _left(name, wanted)
         for name, one in module.named_modules()
@@ -92,48 +68,50 @@ def _make_form(
     return form
 
 
-def _find_products(graph: Any, names: Mapping[str, str]) -> Iterator[_Product]:
-    from onnx import numpy_helper
+def _round_products(
+    files: FloatFiles, module: nn.Module, layers: Layers, bits: int, known: Mapping[str, Sequence[Rounded]]
+) -> tuple[bytes, set[str], set[str]]:
+    """Return the bytes of a file with integers, the layers that they are in, and those that they should be in."""
+    import onnx
 
-    constants = {one.name: one for one in graph.initializer}
-    for node in graph.node:
-        if node.op_type not in ("MatMul", "Gemm") or node.input[1] not in constants:
-            continue
-        options = {one.name: one.f if one.name in ("alpha", "beta") else one.i for one in node.attribute}
-        if options.get("transA", 0) or options.get("alpha", 1) != 1 or options.get("beta", 1) != 1:
-            continue
-        values = numpy_helper.to_array(constants[node.input[1]])
-        if values.ndim != 2 or values.dtype != np.float32:
-            continue
-        matrix = torch.from_numpy(values.copy())
-        matrix = matrix if options.get("transB", 0) else matrix.t()
-        bias = node.input[2] if len(node.input) > 2 else ""
-        if not bias or (bias in constants and list(constants[bias].dims) == [len(matrix)]):
-            yield _Product(node, names.get(node.name, ""), matrix, bias)
-
-
-def _replace(graph: Any, product: _Product, rounded: Rounded, bits: int) -> None:
-    """Put a product with integers in place of that with floats."""
-    from onnx import helper, numpy_helper
-
-    node, (num_out, num_in) = product.node, product.matrix.shape
-    stem = f"{node.input[1]}_{node.output[0]}"
-    added = {f"{stem}_int{bits}": pack(rounded.integers, bits, rounded.block), f"{stem}_scales": rounded.scales}
-    graph.initializer.extend(numpy_helper.from_array(value.contiguous().numpy(), name) for name, value in added.items())
-    tensors = [node.input[0], *added, *(["", "", product.bias] if product.bias else [])]
-    new = helper.make_node(
-        "MatMulNBits", tensors, list(node.output), node.name, domain=_DOMAIN,
-        K=num_in, N=num_out, bits=bits, block_size=rounded.block, accuracy_level=_IN_INT8,
-    )  # fmt: skip
-    graph.node.insert(list(graph.node).index(node), new)
-    graph.node.remove(node)
+    names = {node.name: name for node, name in find_product_nodes(files.written, files.ready)}
+    model = onnx.load(files.ready, load_external_data=False)
+    found, reasons = find_prunable(module)  # no gates of experts
+    names_of_weights = [one.name for one in found] + [name for name, why in reasons.items() if why == "frozen"]
+    tied = {id(one.weight) for one in module.modules() if isinstance(one, nn.Embedding)}
+    wanted = {name.rpartition(".")[0] for name in names_of_weights}
+    wanted |= {name for name, one in layers.quantized.items() if id(one.weight) in tied}
+    wanted -= layers.excluded
+    products = [one for one in find_products(model.graph, names) if one.layer in wanted]
+    if not products:
+        raise CannotConvertError("no layer's product has a constant matrix in its graph")
+    for one in products:
+        matrices = one.matrices(files.ready.parent)
+        rounded = _known_of(matrices, one.layer, module, known)
+        if rounded is None:
+            rounded = [round_in_blocks(matrix, bits, BLOCK) for matrix in matrices]
+        replace_product(model.graph, one, rounded, bits)
+    delete_unused(model.graph)
+    if all(one.domain != DOMAIN for one in model.opset_import):
+        model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
+    size = num_bytes(model.graph)
+    if size > ONE_FILE:
+        raise CannotConvertError(f"its file would have {size / 1e9:.1f} GB, and an ONNX file holds less than 2")
+    onnx.load_external_data_for_model(model, str(files.ready.parent))
+    return model.SerializeToString(), {one.layer for one in products}, wanted
 
 
-def pack(integers: Tensor, bits: int, block: int) -> Tensor:
-    """Pack signed integers (M, K) as ONNX Runtime's MatMulNBits reads them, (M, ceil(K / B), B * bits / 8) uint8."""
-    num_out, num_in = integers.shape
-    zero = 2 ** (bits - 1)  # integers are unsigned there, with this one in the middle
-    padded = integers.new_zeros(num_out, -(-num_in // block) * block)
-    padded[:, :num_in] = integers
-    unsigned = (padded.int() + zero).to(torch.uint8).view(num_out, -1, block)
-    return unsigned if bits == 8 else unsigned[..., ::2] | unsigned[..., 1::2] << 4
+def _known_of(
+    matrices: Sequence[Tensor], layer: str, module: nn.Module, known: Mapping[str, Sequence[Rounded]]
+) -> Sequence[Rounded] | None:
+    """Return what is known of the weight that the matrices of a product are; None if they are others.
+
+    An operator may have been folded into them, such as a batch norm.
+    """
+    for name, value in module.get_submodule(layer).named_parameters(recurse=False):
+        rounded = known.get(f"{layer}.{name}" if layer else name, [])
+        if len(rounded) == len(matrices):
+            pairs = zip(value.detach().float().reshape(len(matrices), *value.shape[-2:]), matrices, strict=True)
+            if all(torch.equal(one, matrix) or torch.equal(one.mT, matrix) for one, matrix in pairs):
+                return rounded
+    return None

@@ -68,7 +68,10 @@ def torchao_dynamic(module: nn.Module, inputs: Sequence[Inputs], layers: Layers)
 
 
 def torchao_weight_only(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
-    """Make a form with weights of linear layers in int8 and products in floating point."""
+    """Make a form with weights of linear layers in int8 and products in floating point.
+
+    On CPUs the compiler computes the floats beforehand: the form is as fast as floats, and its file a quarter as large.
+    """
     return _quantize_with_torchao(
         "int8 torchao weight-only", module, inputs, layers, _import_torchao().quantization.Int8WeightOnlyConfig()
     )

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_accel.compress.calls import Inputs, Run, device_of, first_line, smallest_call
 from lightning_accel.compress.export.structure import sort_keywords
 from lightning_accel.compress.quantization.fake_quant import rank_layers
-from lightning_accel.compress.quantization.form import CannotConvertError, Form
+from lightning_accel.compress.quantization.form import CannotConvertError, Form, require_memory
 from lightning_accel.compress.quantization.inputs import noise_share
 from lightning_accel.compress.quantization.layers import Layers, find_layers
 from lightning_accel.compress.quantization.onnx import onnx_dynamic, onnx_float, onnx_static, sharing_export
@@ -44,6 +44,7 @@ class _Maker(NamedTuple):
     devices: tuple[str, ...] = ("cpu",)
     files: tuple[str, ...] = ("pt2",)
     float_row: str = ""  # for a quantized form, the name of the float form of the same runtime
+    copies: float = 2.0  # memory that is needed at most to make it, in multiples of the weights
     needs_limit: bool = False  # what it loses is more than rounding, so that somebody has to say how much it may be
 
 
@@ -51,7 +52,7 @@ _ANY = ("cpu", "cuda")
 
 
 MAKERS = {
-    "fp32 compiled": _Maker("float", "inductor", compiled_float, _ANY, ("pt2", "onnx")),
+    "fp32 compiled": _Maker("float", "inductor", compiled_float, _ANY, ("pt2", "onnx"), copies=3.0),
     "bf16 compiled": _Maker("float", "inductor", compiled_bfloat16, _ANY),
     "fp32 ONNX Runtime": _Maker("float", "onnxruntime", onnx_float, files=("onnx",)),
     "int8 PT2E static": _Maker("static", "pt2e", pt2e_static, float_row="fp32 compiled"),
@@ -269,6 +270,7 @@ class Trial:
 
     def _make(self, name: str, layers: Layers) -> Form:
         options = {"ranges": self.ranges} if MAKERS[name].kind == "static" else {}
+        require_memory(self.module, MAKERS[name].copies)
         return MAKERS[name].make(self.module, self.inputs, layers, **options)
 
     def evaluate(self) -> None:

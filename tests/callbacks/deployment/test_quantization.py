@@ -209,6 +209,15 @@ def test_calibration_reads_what_the_sampler_of_training_reads(tmp_path, converte
     assert all(torch.equal(one.sort(0).values, wanted.sort(0).values) for one in found)
 
 
+def test_what_export_names_is_quantized(tmp_path, converted, monkeypatch):
+    monkeypatch.setattr(Export, "_run", lambda *_: None)
+    quantization = Quantization(seconds=0.01)
+    fit(Plain(), [quantization, Export(module="net.3", compare=False)], tmp_path)
+    assert quantization.result.deployed == "net.3"
+    fit(Plain(), [quantization], tmp_path)
+    assert quantization.result.deployed == "net"
+
+
 def test_names_to_exclude_are_those_of_the_module(tmp_path, converted):
     fit(Plain(), [Quantization(exclude=["net.0"])], tmp_path)
     fit(Plain(), [Quantization(exclude=["Linear"], module="net.3")], tmp_path)
@@ -451,6 +460,10 @@ def test_what_cannot_work_is_refused_before_training(tmp_path):
         with pytest.raises(ValueError, match=match):
             fit(module, [Quantization(**options)], tmp_path)
         assert module.seen == []
+    module = Plain()
+    with pytest.raises(ValueError, match=r"Export\(module='net.0'\) would not write.*same module in both"):
+        fit(module, [Quantization(module="net"), Export(module="net.0")], tmp_path)
+    assert module.seen == []
     with pytest.raises(ValueError, match="monitors 'val/loss', but this run does not validate"):
         fit(Plain(), [Quantization(monitor="val/loss")], tmp_path, validate=False)
 

@@ -1,5 +1,6 @@
 import json
 import math
+import sys
 
 import lightning as L
 import pytest
@@ -11,6 +12,8 @@ from lightning_accel.compress import CachedDecoder, export, load_compressed, qua
 from lightning_accel.compress.export import loading
 from lightning_accel.compress.quantization.decoding import quantize_decoder
 from lightning_accel.compress.quantization.form import Form
+from lightning_accel.compress.quantization.layers import find_layers
+from lightning_accel.compress.quantization.onnx_blockwise import onnx_int8
 from lightning_accel.compress.quantization.quantized import Trial
 from lightning_accel.compress.report.progress import Progress
 from lightning_accel.models import MoELanguageModel
@@ -211,9 +214,12 @@ def test_export_after_a_fit(tmp_path):
 
 
 @SLOW
-def test_the_decoder_is_written_in_the_form_that_is_fastest_at_a_token(tmp_path):
+@pytest.mark.parametrize("one_file", [2**31, 10_000], ids=["one_file", "split"])
+def test_the_decoder_is_written_in_the_form_that_is_fastest_at_a_token(one_file, tmp_path, monkeypatch):
+    """Float weights of more than ``one_file`` bytes are in a file of their own, as above 2 GB."""
     pytest.importorskip("transformers")
     pytest.importorskip("onnxruntime")
+    monkeypatch.setattr(sys.modules["lightning_accel.compress.export.onnx"], "ONE_FILE", one_file)
     module = ZOO["llama"].make()
     quantization = Quantization(
         "weight_only", "onnxruntime", module="model", exclude=["model.lm_head"], monitor="val_loss", monitor_mode="min",
@@ -244,6 +250,18 @@ def test_the_decoder_is_written_in_the_form_that_is_fastest_at_a_token(tmp_path)
     assert 1e-6 < (found - exact).abs().max() < 0.2 * exact.abs().max()
     texts = load_compressed(export.exported.path).generate(prompts(), 4, temperature=0)
     assert torch.equal(texts[:, prompts().shape[1]], found.argmax(-1))
+
+
+@SLOW
+def test_forms_made_of_single_texts_take_several(tmp_path):
+    pytest.importorskip("onnxruntime")
+    decoder = CachedDecoder(model_of("ours"), MAX_LENGTH).eval()
+    calls = decoder.calls(prompts()[:1])
+    form = onnx_int8(decoder, calls, find_layers(decoder))
+    loaded = load_compressed(export(decoder, calls, tmp_path / "model.onnx", "onnx", quantized=form).path)
+    (args, _), _ = decoder.calls(prompts())
+    torch.testing.assert_close(loaded(*args), form.run(*args))
+    assert loaded.generate(prompts(), 2, temperature=0).shape == (3, prompts().shape[1] + 2)
 
 
 @SLOW

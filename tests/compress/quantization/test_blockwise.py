@@ -1,19 +1,26 @@
 """Weights in integers of 4 and 8 bits with scales of blocks: rounding, packing, and the forms of ONNX Runtime."""
 
+import copy
 import math
+from importlib import import_module
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_accel.callbacks.deployment.copies import find_deployed
-from lightning_accel.compress import quantize
-from lightning_accel.compress.quantization import onnx_blockwise
-from lightning_accel.compress.quantization.blockwise import Rounded, round_in_blocks, round_linear_layers
+from lightning_accel.compress import CachedDecoder, ExportError, export, load_compressed, quantize
+from lightning_accel.compress.export.structure import tensors_of
+from lightning_accel.compress.quantization import onnx_blockwise, onnx_products
+from lightning_accel.compress.quantization.blockwise import Rounded, round_in_blocks, round_layers
+from lightning_accel.compress.quantization.form import CannotConvertError, require_memory
 from lightning_accel.compress.quantization.inputs import noise_share
 from lightning_accel.compress.quantization.layers import find_layers
-from lightning_accel.compress.quantization.onnx_blockwise import onnx_int4, onnx_int8, pack
+from lightning_accel.compress.quantization.onnx import onnx_dynamic, onnx_float, sharing_export, write_float
+from lightning_accel.compress.quantization.onnx_blockwise import onnx_int4, onnx_int8
+from lightning_accel.compress.quantization.onnx_products import pack
 from lightning_accel.compress.quantization.quantized import Limit, NothingPickedError
+from lightning_accel.nn import MixtureOfExperts
 from tests.zoo import ZOO
 
 DOUBLE = torch.float64
@@ -84,14 +91,48 @@ def test_layers_are_rounded_on_what_rounded_layers_make():
     torch.manual_seed(1)
     module = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 40)).eval()
     x = correlated(300, 64).float()
-    found = round_linear_layers(module, [((x,), {})], ["0", "2"], 4, 32)
+    found = round_layers(module, [((x,), {})], ["0", "2"], 4, 32)
     first = round_in_blocks(module[0].weight.detach(), 4, 32, x.t() @ x)
-    assert torch.equal(found["0"].integers, first.integers)
+    assert torch.equal(found["0.weight"][0].integers, first.integers)
     with torch.no_grad():
         hidden = nn.functional.linear(x, first.values(), module[0].bias).relu()
     second = round_in_blocks(module[2].weight.detach(), 4, 32, hidden.t() @ hidden)
-    assert found["2"].integers.eq(second.integers).float().mean() > 0.99
+    assert found["2.weight"][0].integers.eq(second.integers).float().mean() > 0.99
     assert module[0].weight.unique().numel() > 1000  # the module is not changed
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.body = nn.Embedding(90, 48), nn.Linear(48, 48)
+        self.head = nn.Linear(48, 90, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.head(self.body(self.embedding(tokens)).relu())
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_tied_heads_are_rounded_on_their_inputs_and_embeddings_stay(seed):
+    torch.manual_seed(seed)
+    module = Tied().eval()
+    module.body.requires_grad_(False)  # frozen in training, as of a base below adapters
+    tokens = torch.randint(0, 20, (9, 30))
+    found = round_layers(module, [((tokens,), {})], ["body", "head"], 4, 16)
+    assert module.head.weight is module.embedding.weight
+    with torch.no_grad():
+        embedded = module.embedding(tokens).flatten(0, 1)
+        hidden = nn.functional.linear(embedded, found["body.weight"][0].values(), module.body.bias).relu()
+        expected = round_in_blocks(module.head.weight, 4, 16, hidden.t() @ hidden)
+        plain = round_in_blocks(module.head.weight, 4, 16)
+        wanted = hidden @ module.head.weight.t()
+        errors = [float((hidden @ one.values().t() - wanted).norm()) for one in (found["head.weight"][0], plain)]
+    assert found["head.weight"][0].integers.eq(expected.integers).float().mean() > 0.99
+    assert errors[0] < 0.8 * errors[1]
+    body = round_in_blocks(module.body.weight, 4, 16, embedded.t() @ embedded)
+    assert (
+        found["body.weight"][0].integers.eq(body.integers).float().mean() > 0.99
+    )  # on what the embedding has in float
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -123,22 +164,173 @@ class Net(nn.Module):
 @pytest.mark.parametrize(("make", "bits"), [(onnx_int4, 4), (onnx_int8, 8)])
 def test_files_compute_what_the_integers_stand_for(make, bits, monkeypatch):
     pytest.importorskip("onnxruntime")
-    monkeypatch.setattr(onnx_blockwise, "_IN_INT8", 0)  # inputs stay float
+    monkeypatch.setattr(onnx_products, "_IN_INT8", 0)  # inputs stay float
     monkeypatch.setattr(onnx_blockwise, "BLOCK", 32)
     module, x = Net().eval(), torch.randn(40, 70)
     form = make(module, [((x,), {})], find_layers(module, ["head"]))
     assert form.name == f"int{bits} ONNX Runtime weight-only"
     assert list(form.left_float) == ["head"]
     block = onnx_blockwise.BLOCK
-    known = round_linear_layers(module, [((x,), {})], ["first", "second"], 4, block) if bits == 4 else {}
+    known = round_layers(module, [((x,), {})], ["first", "second"], 4, block) if bits == 4 else {}
     values = {
-        name: known.get(name, round_in_blocks(getattr(module, name).weight.detach(), bits, block)).values()
+        name: (known.get(f"{name}.weight") or [round_in_blocks(getattr(module, name).weight.detach(), bits, block)])[
+            0
+        ].values()
         for name in ("first", "second")
     }
     hidden = nn.functional.linear(x, values["first"], module.first.bias).relu()
     found = form.run(x[:7])
     torch.testing.assert_close(found[0], (hidden @ values["second"].t())[:7], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found[1], module.head(hidden)[:7], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_modules_of_16_bits_are_written_in_32_and_keep_their_dtypes(dtype, tmp_path):
+    pytest.importorskip("onnxruntime")
+    module, x = Net().eval().to(dtype), torch.randn(40, 70).to(dtype)
+    wide, calls = copy.deepcopy(module).float(), [((x,), {})]
+    for make in (onnx_float, onnx_int8, onnx_int4):
+        form = make(module, calls, find_layers(module))
+        expected = make(wide, [((x.float(),), {})], find_layers(wide))
+        found = form.run(x[:7])
+        assert [one.dtype for one in found] == [dtype, dtype]
+        assert all(map(torch.equal, found, [one.to(dtype) for one in expected.run(x[:7].float())]))
+    assert module.first.weight.dtype == dtype
+    path = export(module, calls, tmp_path / "model.onnx", "onnx", quantized=form).path
+    loaded = load_compressed(path)(x[:7])
+    assert [one.dtype for one in loaded] == [dtype, dtype]
+    assert all(map(torch.equal, loaded, found))
+
+
+class Mixture(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.mixture = MixtureOfExperts(24, 40, 5, k=2, **options)
+
+    def forward(self, x):
+        return self.mixture(x).features
+
+
+def test_experts_are_rounded_on_their_own_rows():
+    torch.manual_seed(3)
+    module, x = Mixture().eval(), correlated(60, 24).float()
+    seen = []
+    hook = module.mixture.experts.register_forward_pre_hook(lambda _, args: seen.append(args))
+    for part in (x[:9], x[9:]):
+        module(part)
+    hook.remove()
+    rounded = round_layers(module, [((x[:9],), {}), ((x[9:],), {})], ["mixture.experts"], 4, 16)
+    assert set(rounded) == {"mixture.experts.up_weight", "mixture.experts.down_weight"}
+    for number, weight in enumerate(module.mixture.experts.up_weight.detach()):
+        own = torch.cat([tokens[slots].split(counts.tolist())[number] for tokens, slots, _, counts in seen])
+        expected = round_in_blocks(weight, 4, 16, own.t() @ own)
+        assert rounded["mixture.experts.up_weight"][number].integers.eq(expected.integers).float().mean() > 0.99
+
+
+def with_rounded_weights(module, rounded):
+    """Return a copy of a module whose weights are what the integers stand for."""
+    copied = copy.deepcopy(module)
+    for name, ones in rounded.items():
+        values = torch.stack([one.values() for one in ones])
+        weight = copied.get_parameter(name)
+        weight.data = (values.mT if values.shape[-2:] != weight.shape[-2:] else values).reshape(weight.shape)
+    return copied
+
+
+def experts_of_transformers(name):
+    """Return a decoder with fused experts; those of GPT-OSS multiply from the right, and have biases."""
+    import transformers
+
+    options = {"OlmoeForCausalLM": {"num_experts": 6}, "GptOssForCausalLM": {"head_dim": 8, "num_local_experts": 6}}
+    kind = getattr(transformers, name)
+    config = kind.config_class(
+        vocab_size=50, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_experts_per_tok=2, max_position_embeddings=32, pad_token_id=0, eos_token_id=1,
+        **options[name],
+    )  # fmt: skip
+    return CachedDecoder(kind(config), 20).eval()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ours",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gated", "OlmoeForCausalLM", "GptOssForCausalLM")),
+    ],
+)
+def test_products_of_experts_are_those_with_rounded_weights(name, monkeypatch):
+    pytest.importorskip("onnxruntime")
+    monkeypatch.setattr(onnx_products, "_IN_INT8", 0)  # inputs stay float
+    monkeypatch.setattr(onnx_blockwise, "BLOCK", 16)
+    if name in ("ours", "gated"):
+        module = Mixture(gated=name == "gated", bias=name == "ours").eval()
+        calls = [((torch.randn(7, 24),), {}), ((torch.randn(1, 24),), {})]
+    else:
+        pytest.importorskip("transformers")
+        module = experts_of_transformers(name)
+        calls = module.calls(torch.randint(2, 50, (3, 9)))
+    layers = find_layers(module)
+    form = onnx_int4(module, calls, layers)
+    assert all(one.endswith(("gate", "router", "embed_tokens")) for one in form.left_float)
+    names = [key for key, one in layers.quantized.items() if isinstance(one, nn.Linear)]
+    names += [key for key, one in module.named_modules() if key.endswith("experts")]
+    expected = with_rounded_weights(module, round_layers(module, calls, names, 4, 16))
+    for args, _ in calls:
+        with torch.no_grad():
+            wanted, plain = (tensors_of(one(*args))[0] for one in (expected, module))
+        found = tensors_of(form.run(*args))[0]
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5)
+        assert not torch.allclose(found, plain, rtol=1e-2, atol=1e-3)
+
+
+def split_files_above(limit, monkeypatch):
+    for name in ("onnx", "writing"):
+        monkeypatch.setattr(import_module(f"lightning_accel.compress.export.{name}"), "ONE_FILE", limit)
+
+
+def test_weights_beside_the_file_change_nothing(monkeypatch):
+    """What is done above 2 GB, where one file cannot hold the float weights."""
+    pytest.importorskip("onnxruntime")
+    module = Tied().eval()
+    module.body.requires_grad_(False)
+    calls = [((torch.randint(0, 90, (5, 7)),), {})]
+    whole = onnx_int8(module, calls, find_layers(module))
+    split_files_above(10_000, monkeypatch)
+    split = onnx_int8(module, calls, find_layers(module))
+    assert torch.equal(whole.run(*calls[0][0]), split.run(*calls[0][0]))
+    assert list(whole.left_float) == list(split.left_float) == ["embedding"]
+    assert abs(len(whole.onnx) - len(split.onnx)) < 1000
+
+
+@pytest.mark.slow
+def test_forms_of_models_above_the_size_of_a_file(monkeypatch, tmp_path):
+    pytest.importorskip("onnxruntime")
+    module = Tied().eval()
+    calls = [((torch.randint(0, 90, (5, 7)),), {})]
+    layers = find_layers(module)
+    with sharing_export():
+        whole = [make(module, calls, layers) for make in (onnx_float, onnx_int4)]
+    split_files_above(10_000, monkeypatch)
+    write_float(module, calls, tmp_path / "float.onnx")
+    assert (tmp_path / "float.onnx.data").stat().st_size >= 90 * 48 * 4
+    with sharing_export():
+        split = [make(module, calls, layers) for make in (onnx_float, onnx_int4)]
+        with pytest.raises(CannotConvertError, match="less than 2 GB"):
+            onnx_dynamic(module, calls, layers)
+        monkeypatch.setattr(onnx_blockwise, "ONE_FILE", 10_000)
+        with pytest.raises(CannotConvertError, match=r"its file would have 0\.0 GB"):
+            onnx_int4(module, calls, layers)
+    for one, other in zip(whole, split, strict=True):
+        assert torch.equal(one.run(*calls[0][0]), other.run(*calls[0][0]))
+    assert split[0].onnx is None
+    assert "less than 2 GB" in split[0].no_file
+    assert split[0].file_bytes > 90 * 48 * 4
+    with pytest.raises(ExportError, match=r"less than 2\. Take format='pt2'"):
+        export(module, calls, tmp_path / "model.onnx", "onnx")
+    assert not (tmp_path / "model.onnx").exists()
+    path = export(module, calls, tmp_path / "model.onnx", "onnx", quantized=split[1]).path
+    assert torch.equal(load_compressed(path)(*calls[0][0]), whole[1].run(*calls[0][0]))
 
 
 @pytest.mark.slow
@@ -151,7 +343,7 @@ def test_language_models_of_transformers(name):
     layers = find_layers(found.module)
     for make, limit in ((onnx_int8, 0.02), (onnx_int4, 0.2)):
         form = make(found.module, found.inputs, layers)
-        left = ("embed", "wte", "wpe", "mlp.gate", "experts")  # OLMoE's gather weights of experts for each token
+        left = ("embed", "wte", "wpe", "mlp.gate")
         assert not [one for one in form.left_float if not one.endswith(left) and "embed" not in one]
         args, kwargs = found.inputs[0]
         with torch.no_grad():
@@ -183,6 +375,23 @@ def test_four_bits_are_picked_within_a_limit_alone():
     assert "error is" in str(failure.value)
     plain = quantize(module, calls, "auto", "onnxruntime", seconds=0.01, batch_sizes=[32])
     assert name not in {row.name for row in plain.report.rows}  # nor made
+
+
+def test_forms_that_need_more_memory_than_is_free_are_not_made(monkeypatch, tmp_path):
+    """The weights have 72,000 bytes."""
+    pytest.importorskip("onnxruntime")
+    meminfo = tmp_path / "meminfo"
+    monkeypatch.setattr("lightning_accel.compress.quantization.form._MEMORY", meminfo)
+    module = nn.Linear(180, 100, bias=False)
+    meminfo.write_text("MemFree: 7 kB\nMemAvailable: 142 kB\n")
+    require_memory(module, 2.0)
+    with pytest.raises(CannotConvertError, match=r"it needs about 0\.0 GB of memory, and 0\.0 are free"):
+        require_memory(module, 3.0)
+    meminfo.write_text("MemAvailable: 100 kB\n")
+    with pytest.raises(NothingPickedError, match="of memory, and"):
+        quantize(module, [((torch.randn(4, 180),), {})], "weight_only", "onnxruntime", seconds=0.01)
+    meminfo.unlink()
+    require_memory(module, 1e9)  # systems that do not tell
 
 
 def test_values_have_the_last_block_cut():
