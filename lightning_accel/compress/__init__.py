@@ -1,5 +1,6 @@
 """Pruning, quantization, export and latency measurement of any ``nn.Module``, without Lightning."""
 
+from lightning_accel.compress.adapters import add_adapters_, load_adapted, merge_adapters_
 from lightning_accel.compress.channels.choice import choose_channels, score_channels
 from lightning_accel.compress.channels.groups import ChannelGroups, ChannelLayer, find_channel_groups
 from lightning_accel.compress.channels.plan import ChannelPlan, apply_plan_, load_pruned
@@ -34,6 +35,7 @@ __all__ = [
     "Report",
     "Row",
     "Speedup",
+    "add_adapters_",
     "apply_plan_",
     "choose_channels",
     "count_macs",
@@ -42,10 +44,12 @@ __all__ = [
     "export",
     "find_channel_groups",
     "find_prunable",
+    "load_adapted",
     "load_compressed",
     "load_pruned",
     "measure_forms",
     "measure_latency",
+    "merge_adapters_",
     "plain_forms",
     "prune_",
     "prune_on_data_",

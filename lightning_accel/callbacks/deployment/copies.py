@@ -23,6 +23,7 @@ from lightning_accel.callbacks.deployment.loaders import first_batch_of, has_pla
 from lightning_accel.callbacks.recorded_calls import callable_parts, outermost
 from lightning_accel.callbacks.resume.random_state import restored_random_state
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of
+from lightning_accel.compress.adapters import is_packed, merge_adapters_
 from lightning_accel.compress.calls import Inputs, replaced_forward
 from lightning_accel.compress.calls import num_samples as samples_of
 from lightning_accel.compress.uncompiled import uncompile_
@@ -43,7 +44,7 @@ class Deployed(NamedTuple):
 class WholeCopy:
     """Copy a module that may be sharded or compiled to the CPU, eager and detached from its Trainer.
 
-    Create it in ``setup``, before a strategy shards the parameters; it holds no second set of weights.
+    Adapters are merged into the weights of copies. Create it in ``setup``, before a strategy shards the parameters; it holds no second set of weights.
 
     Raises:
         TypeError: if ``configure_model`` of the module splits its weights, so that a copy would need all processes.
@@ -64,7 +65,7 @@ class WholeCopy:
         """Return the module with its original shapes and arbitrary weights."""
         made = self._with_empty_tensors()
         with torch.no_grad():
-            for value in _tensors(made):
+            for value in filter(lambda one: not is_packed(one), _tensors(made)):
                 value.fill_(0.01 if value.is_floating_point() else 0)
         return _detach_from_run(made)
 
@@ -395,6 +396,7 @@ def _detach_from_run(module: L.LightningModule) -> L.LightningModule:
         if isinstance(one, Metric):
             one.reset()
             one.distributed_available_fn = _is_never_distributed  # other processes do not take part
+    merge_adapters_(module)
     return module.eval()
 
 
@@ -451,6 +453,8 @@ def _tensors(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _empty(value: torch.Tensor, device: str) -> torch.Tensor:
+    if is_packed(value):
+        return value  # frozen, so that copies may share it; its scales are no entries of a state dict
     empty = torch.empty_like(value, device=device)
     return nn.Parameter(empty, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else empty
 
