@@ -45,10 +45,10 @@ _STATES = "state_dict", "current_model_state"  # of a checkpoint; the latter is 
 class LowRankAdapters(L.Callback):
     """Freeze the weights of any LightningModule and train low-rank adapters in its linear layers, by peft.
 
-    With LoRA (Hu et al. 2021) each adapted layer W gets a trainable product of rank ``rank`` beside it, zero at first;
-    with ``base="nf4"`` (QLoRA, Dettmers et al. 2023) the frozen weights of these layers take 4 bits. ``forward`` and the
-    steps of the module stay as they are: adapters are injected in ``setup``, before optimizers and strategies see the
-    parameters. Optimizers may be given all of ``self.parameters()``. Buffers, as of batch norms, are not frozen.
+    With LoRA (Hu et al. 2021) each adapted layer gets a trainable product of rank ``rank`` beside its weight, zero at
+    first; with ``base="nf4"`` (QLoRA, Dettmers et al. 2023) the frozen weights of these layers take 4 bits. ``forward``
+    and the steps of the module stay as they are: adapters are injected in ``setup``, before optimizers and strategies
+    see the parameters. Optimizers may be given all of ``self.parameters()``. Buffers, as of batch norms, do not freeze.
 
     What other callbacks get at the end of the fit, ``Export``, ``Quantization`` and ``CompressionReport``, is a copy
     with plain layers, into whose weights the adapters are merged, in floats. The module itself keeps its adapters.
@@ -82,10 +82,11 @@ class LowRankAdapters(L.Callback):
 
     Raises:
         ValueError: if an option is out of range; before training, if a name matches nothing, there is no layer to adapt
-            or quantize, a callback before this one has copied the module, the optimizers leave out what trains, or the
-            resumed checkpoint has other options or frozen weights; in the first step, if no adapter gets a gradient.
-        TypeError: before training, beside ``Pruning``, ``SemiStructuredSparsity`` or ``Quantization(mode="qat")``, which
-            change the frozen weights, and under FSDP1, DeepSpeed and ModelParallelStrategy.
+            or quantize, a callback before this one has copied the module, the optimizers leave out what trains, or
+            the resumed checkpoint has other options or frozen weights; in the first step, if no adapter gets a
+            gradient.
+        TypeError: before training, beside ``Pruning``, ``SemiStructuredSparsity`` or ``Quantization(mode="qat")``,
+            which change the frozen weights, and under FSDP1, DeepSpeed and ModelParallelStrategy.
         ModuleNotFoundError: before training, if peft or bitsandbytes is missing.
     """
 
@@ -220,12 +221,14 @@ class LowRankAdapters(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         held = {id(value) for one in trainer.optimizers for group in one.param_groups for value in group["params"]}
-        missing = [name for name, value in pl_module.named_parameters() if value.requires_grad and id(value) not in held]
+        missing = [
+            name for name, value in pl_module.named_parameters() if value.requires_grad and id(value) not in held
+        ]
         if missing:
             raise ValueError(
                 f"the optimizers of {type(pl_module).__name__} leave out {', '.join(missing[:3])}, so that "
-                f"{len(missing)} parameters would not train; give them self.parameters() in configure_optimizers, since "
-                "adapters are made after __init__"
+                f"{len(missing)} parameters would not train; give them self.parameters() in configure_optimizers, "
+                "since adapters are made after __init__"
             )
         for callback in callbacks_of(trainer, WeightAveraging):
             _average_exactly(averaged_model(callback))
@@ -293,4 +296,3 @@ def _average_exactly(average: Any) -> None:
         return torch.where(averaged == value, averaged, inner(averaged, value, number).to(averaged.dtype))
 
     average.avg_fn = avg_fn
-

@@ -19,7 +19,6 @@ from lightning_accel.ops.names import (
     Exclusion,
     clean_name,
     find_excluded,
-    list_of_names,
     require_one_of,
 )
 from lightning_accel.strategies.checkpoints.reading import read_checkpoint
@@ -103,10 +102,12 @@ def add_adapters_(
         ),
     )
     for name in pruned:
-        module.get_submodule(name).lora_variant[_NAME] = _masked_variant()  # type: ignore[union-attr,operator,index]
-    for one in module.modules():
+        module.get_submodule(name).lora_variant[_NAME] = _masked_variant()  # type: ignore[operator,index]
+    for one in module.modules():  # of torch, whose inference reads the weights of these layers and calls none
         if isinstance(one, nn.TransformerEncoderLayer) and has_adapters(one):
-            one.activation_relu_or_gelu = 0  # else inference reads the weights of its layers, and calls none
+            one.activation_relu_or_gelu = 0
+        elif isinstance(one, nn.TransformerEncoder) and has_adapters(one):
+            one.use_nested_tensor = False
     for value in in_full:
         value.requires_grad_(True)
     return module
@@ -317,7 +318,7 @@ def _require_maskable(module: nn.Module, found: _Targets, pruned: Iterable[str],
 def _masked_variant() -> Any:
     """Return a variant of a linear LoRA layer that adds nothing where the weight is zero."""
 
-    class KeptZeros(lora.layer.LoraVariant):  # type: ignore[misc]
+    class KeptZeros(lora.layer.LoraVariant):  # type: ignore[misc,name-defined]
         @staticmethod
         def forward(module: Any, active_adapter: str, x: Tensor, result: Tensor, **_: Any) -> Tensor:
             delta = _masked_delta(module, active_adapter)  # as the weight: (O, I), or (I, O) in a Conv1D

@@ -58,8 +58,8 @@ def find_excluded(module: nn.Module, exclude: Iterable[Exclusion], argument: str
         roots |= {name for name in names if isinstance(entry, str) and fnmatchcase(name, entry)}
         if not roots:
             raise ValueError(
-                f"{argument} has {shown!r}, which is no parameter, submodule or class in {type(module).__name__}, nor a "
-                f"pattern of one; there are {', '.join(names[1:9])}"
+                f"{argument} has {shown!r}, which is no parameter, submodule or class in {type(module).__name__}, nor "
+                f"a pattern of one; there are {', '.join(names[1:9])}"
             )
         for name in names:
             parts = name.split(".")

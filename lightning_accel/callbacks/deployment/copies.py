@@ -44,7 +44,8 @@ class Deployed(NamedTuple):
 class WholeCopy:
     """Copy a module that may be sharded or compiled to the CPU, eager and detached from its Trainer.
 
-    Adapters are merged into the weights of copies. Create it in ``setup``, before a strategy shards the parameters; it holds no second set of weights.
+    Adapters are merged into the weights of copies. Create it in ``setup``, before a strategy shards the parameters; it
+    holds no second set of weights.
 
     Raises:
         TypeError: if ``configure_model`` of the module splits its weights, so that a copy would need all processes.
