@@ -38,7 +38,8 @@ from lightning_accel.ops.names import Exclusion, list_of_names
 from lightning_accel.strategies import DataParallelStrategy, PipelineStrategy
 from lightning_accel.strategies.sharding.blocks import broadcast_state
 
-_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+# dtypes in which 4-bit layers compute: autocast does not reach their kernels, and none is for float64
+_COMPUTED_IN = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "64-true": torch.float32}
 _STATES = "state_dict", "current_model_state"  # of a checkpoint; the latter is written by WeightAveraging
 
 
@@ -62,6 +63,7 @@ class LowRankAdapters(L.Callback):
 
     On weights that were pruned in an earlier fit, adapters leave the zeros zero, in training and when they are merged
     (see :func:`lightning_accel.compress.add_adapters_`). Channels and widths that were removed stay removed;
+    after a removal of width, which is not exact, norms should train, too (``train=["*norm*"]``).
     ``Distillation(teacher="initial")`` teaches with the weights as they are before the adapters.
 
     Under ``accel_fsdp2`` float weights are sharded; 4-bit ones are kept whole by each process.
@@ -252,8 +254,6 @@ def _plain_names(entries: Sequence[Exclusion]) -> list[str]:
 
 
 def _require_callbacks(trainer: L.Trainer) -> None:
-    if len(callbacks_of(trainer, LowRankAdapters)) > 1:
-        raise ValueError("the Trainer has several LowRankAdapters, and takes one: name all layers in its include")
     for callback in callbacks_of(trainer, L.Callback):
         trains_int8 = isinstance(callback, Quantization) and callback.mode == "qat"
         if isinstance(callback, Pruning | SemiStructuredSparsity) or trains_int8:
@@ -265,13 +265,12 @@ def _require_callbacks(trainer: L.Trainer) -> None:
 
 def _require_first(trainer: L.Trainer, adapters: L.Callback) -> None:
     """Reject callbacks that have copied the module without its adapters."""
-    for callback in callbacks_of(trainer, L.Callback):
-        if callback is adapters:
-            return
+    callbacks = callbacks_of(trainer, L.Callback)
+    for place, callback in enumerate(callbacks):
+        copies = [one for one in vars(callback).values() if isinstance(one, WholeCopy) and not one.has_adapters()]
         averages = isinstance(callback, WeightAveraging | StochasticWeightAveraging)
-        if (averages and averaged_model(callback) is not None) or any(
-            isinstance(value, WholeCopy) for value in vars(callback).values()
-        ):
+        is_earlier = place < callbacks.index(adapters)
+        if copies or (is_earlier and averages and averaged_model(callback) is not None):
             raise ValueError(
                 f"{type(callback).__name__} stands before LowRankAdapters and has copied the module as it was without "
                 "adapters; put LowRankAdapters first in callbacks"
@@ -279,8 +278,7 @@ def _require_first(trainer: L.Trainer, adapters: L.Callback) -> None:
 
 
 def _set_compute_dtype(module: nn.Module, precision: Any) -> None:
-    """Let 4-bit layers compute in the dtype of autocast, which does not reach their kernels."""
-    dtype = _AUTOCAST.get(precision)
+    dtype = _COMPUTED_IN.get(precision)
     for layer in module.modules():
         if is_packed(getattr(layer, "weight", None)):
             layer.compute_dtype, layer.compute_type_is_set = dtype, dtype is not None  # type: ignore[assignment]

@@ -160,7 +160,7 @@ def merge_adapters_(module: nn.Module) -> nn.Module:
             done.add(id(layer))
             merged = layer.get_base_layer()
             if is_packed(merged.weight) if hasattr(merged, "weight") else False:
-                layer.base_layer = merged = _unpacked(merged)
+                layer.base_layer = merged = _unpacked(merged, layer.lora_A[_NAME].weight.dtype)
             elif isinstance(getattr(merged, "weight", None), nn.Parameter) and users[id(merged.weight)] > 1:
                 merged.weight = nn.Parameter(merged.weight.detach().clone())
             layer.merge(safe_merge=True)
@@ -388,9 +388,12 @@ def dequantized(weight: Any) -> Tensor:
     return result
 
 
-def _unpacked(layer: Any) -> nn.Linear:
+def _unpacked(layer: Any, dtype: torch.dtype) -> nn.Linear:
+    """Return a plain layer; ``dtype`` is that of its adapter."""
     made = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
-    made.weight = nn.Parameter(dequantized(layer.weight))
+    weight = dequantized(layer.weight)
+    # peft keeps adapters of 16-bit weights in float32; else a plug-in has cast all but the 4 bits
+    made.weight = nn.Parameter(weight.to(dtype) if weight.dtype == torch.float32 else weight)
     if layer.bias is not None:
         made.bias = nn.Parameter(layer.bias.detach().to(made.weight.dtype))
     return made.train(layer.training)

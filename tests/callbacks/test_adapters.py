@@ -1,5 +1,6 @@
 """Adapters in modules that know nothing of them, of transformers and others, in runs of one process and of several."""
 
+import sys
 import warnings
 from functools import partial
 
@@ -8,20 +9,25 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_accel import AmpPrecision, Bfloat16Precision, Distillation, ExactResume, Export, Pruning, Quantization
 from lightning_accel.callbacks import (
     CompressionReport,
     LowRankAdapters,
+    MemorySavings,
     OneShotPruning,
     RestoringEarlyStopping,
     SemiStructuredSparsity,
 )
 from lightning_accel.compress import load_adapted, load_compressed, merge_adapters_
-from lightning_accel.compress.adapters import adapter_parameters, dequantized, frozen_names, has_adapters
+from lightning_accel.compress.adapters import adapter_parameters, frozen_names, has_adapters
+from lightning_accel.models import Experts, MoELanguageModel
+from lightning_accel.strategies import DataParallelStrategy
 from tests.ranks import run_ranks
 from tests.resumption import StopAfterWriting, StopAt, assert_same_end, ended, newest, run_until_stopped
 from tests.tolerance import ADAM_EPS, CLOSE
@@ -316,7 +322,9 @@ def check_resumed(rank, folder, base, strategy):
         processes = {"strategy": strategy, "devices": 2, "batch_size": 4, "shuffle": True}
         adapters = LowRankAdapters(3, base=base, dropout=0.2)
         torch.manual_seed(1 if ckpt_path is None else 2)
-        return fit(Net(), adapters, ExactResume(), *more, keeper, ckpt_path=ckpt_path, logger=logger, **files, **processes)
+        return fit(
+            Net(), adapters, ExactResume(), *more, keeper, ckpt_path=ckpt_path, logger=logger, **files, **processes
+        )
 
     whole = ended(run(folder / "whole"), folder / "whole")
     run_until_stopped(lambda: run(folder / "stopped", StopAt("on_train_batch_start", 5)))
@@ -335,6 +343,13 @@ def test_processes_that_are_stopped_go_on_to_the_bit(tmp_path, strategy, base):
     run_ranks(check_resumed, tmp_path, base, strategy)
 
 
+def check_export(rank, folder, base):
+    module, export = Still(), Export("pt2", folder / "model.pt2", compare=False)
+    warnings.simplefilter("ignore")
+    fit(module, LowRankAdapters(3, base=base), export, strategy="accel_fsdp2", devices=2, default_root_dir=folder)
+    return {name: value for name, value in whole_state(module).items() if ".lora_" in name}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("base", BASES)
 def test_what_is_exported_of_shards_is_merged(tmp_path, base):
@@ -343,3 +358,151 @@ def test_what_is_exported_of_shards_is_merged(tmp_path, base):
     trainer(LowRankAdapters(3, base=base)).validate(module, loader(), verbose=False)
     module.load_state_dict(trained, strict=False)
     torch.testing.assert_close(load_compressed(tmp_path / "model.pt2")(ROWS), module.eval()(ROWS).detach(), **CLOSE)
+
+
+# ---- precisions, other modules and the command line
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(
+    "precision",
+    [{"precision": "bf16-true"}, {"plugins": [AmpPrecision("bf16")]},
+     *(pytest.param(one, marks=pytest.mark.slow) for one in (
+         {"plugins": [Bfloat16Precision()]}, {"precision": "bf16-mixed"}, {"precision": "64-true"},
+     ))],
+    ids=str,
+)  # fmt: skip
+def test_precisions(tmp_path, base, precision):
+    module, export = Still(), Export("pt2", tmp_path / "model.pt2", compare=False)
+    fit(module, LowRankAdapters(3, base=base), export, max_epochs=4, default_root_dir=tmp_path, **precision)
+    before, after = Still().eval(), merge_adapters_(module.float()).eval()
+    assert F.cross_entropy(after(ROWS), DATA.tensors[1]) < 0.98 * F.cross_entropy(before(ROWS), DATA.tensors[1])
+    file = load_compressed(tmp_path / "model.pt2")
+    torch.testing.assert_close(file(ROWS), after(ROWS).detach(), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("strategy", [{}, pytest.param({"strategy": "accel_dp", "devices": 2}, marks=pytest.mark.slow)])
+def test_a_mixture_of_experts(strategy):
+    def run(include):
+        torch.manual_seed(0)
+        module = MoELanguageModel(11, dim=16, num_layers=2, num_heads=2, experts=Experts(4, hidden_dim=6))
+        tokens = (torch.arange(7) + torch.arange(12).unsqueeze(1)) % 11
+        rows = DataLoader(tokens, batch_size=4)
+        trainer(LowRankAdapters(2, include=include), max_epochs=1, **strategy).fit(module, rows)
+        return module
+
+    module = run(["*.experts"])
+    trained = [name for name, value in module.named_parameters() if value.requires_grad]
+    assert len(trained) == 2 * 2 * 2, "two stacked weights in each of two layers"
+    assert all(".experts." in name for name in trained)
+    assert not has_adapters(merge_adapters_(module))
+    trained = [name for name, value in run(None).named_parameters() if value.requires_grad]
+    assert all(".attention." in name for name in trained)
+    assert len(trained) == 2 * 2 * 2
+
+
+def test_recomputed_activations():
+    module = Still()
+    fit(module, LowRankAdapters(3), MemorySavings(activation_checkpointing=True), max_epochs=1)
+    fit(plain := Still(), LowRankAdapters(3), max_epochs=1)
+    torch.manual_seed(1)
+    assert all(value.count_nonzero() for name, value in adapter_parameters(plain).items() if "lora_B" in name)
+    assert all(value.count_nonzero() for name, value in adapter_parameters(module).items() if "lora_B" in name)
+
+
+class ReentrantBlocks(Net):
+    def forward(self, x):
+        return self.head(checkpoint(self.blocks, self.start(x), use_reentrant=True))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_adapters_without_gradients_are_refused_in_the_first_step():
+    with pytest.raises(ValueError, match=r"no adapter of ReentrantBlocks got a gradient.*use_reentrant=False"):
+        fit(ReentrantBlocks(), LowRankAdapters(3, include="blocks", train="head"))
+
+
+class OwnGroups(Net):
+    def __init__(self):
+        super().__init__()
+        self.groups = [*self.parameters()]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.groups, lr=0.1)
+
+
+class Made(Net):
+    def __init__(self):
+        L.LightningModule.__init__(self)
+
+    def setup(self, stage):
+        Net.__init__(self)
+
+
+REFUSED = {
+    "a copy before": (
+        [EMAWeightAveraging(), LowRankAdapters()],
+        ValueError,
+        "EMAWeightAveraging stands before LowRank",
+    ),
+    "an export before": (
+        [Export(), LowRankAdapters()],
+        ValueError,
+        "Export stands before LowRankAdapters.*put LowRank",
+    ),
+    "Pruning": ([LowRankAdapters(), Pruning(0.5)], TypeError, "Pruning changes weights that LowRankAdapters freezes"),
+    "one shot": ([LowRankAdapters(), OneShotPruning(0.5)], TypeError, "OneShotPruning changes weights.*earlier fit"),
+    "2:4": ([LowRankAdapters(), SemiStructuredSparsity()], TypeError, "SemiStructuredSparsity changes weights"),
+    "QAT": ([LowRankAdapters(), Quantization(mode="qat")], TypeError, "Quantization changes weights.*another mode"),
+    "a misspelt layer": ([LowRankAdapters(include="q_proj")], ValueError, "include has 'q_proj'.*start, blocks"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_before_training(tmp_path, name):
+    callbacks, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        fit(module := Net(), *callbacks, default_root_dir=tmp_path)
+    assert state(module).keys() == state(Net()).keys()
+
+
+def test_modules_that_hide_what_trains_are_refused():
+    with pytest.raises(ValueError, match=r"optimizers of OwnGroups leave out start.lora_A.*self.parameters\(\)"):
+        fit(OwnGroups(), LowRankAdapters())
+    with pytest.raises(ValueError, match=r"Made has no linear layer to adapt.*__init__ or configure_model"):
+        fit(Made(), LowRankAdapters())
+
+
+def test_strategies_that_split_weights_themselves_are_refused():
+    for strategy, base in ((ModelParallelStrategy(), "float"), (DataParallelStrategy(), "nf4")):
+        with pytest.raises(TypeError, match=f"not work under {type(strategy).__name__}.*'accel_fsdp2'"):
+            LowRankAdapters(base=base)._require_strategy(strategy)
+
+
+def test_a_checkpoint_of_a_run_without_adapters(tmp_path):
+    fit(Net(), ModelCheckpoint(tmp_path, save_last=True, save_top_k=0), enable_checkpointing=True)
+    with pytest.raises(ValueError, match=r"by a run without adapters.*LowRankAdapters\(checkpoint="):
+        fit(Net(), LowRankAdapters(), ckpt_path=tmp_path / "last.ckpt")
+
+
+@pytest.mark.parametrize("package", ["peft", "bitsandbytes"])
+def test_a_missing_package_is_named_with_its_extra(monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ModuleNotFoundError, match=rf'{package} is needed.*"lightning_accel\[adapters\]"'):
+        fit(Net(), LowRankAdapters(base="nf4"))
+
+
+def test_one_line_of_a_config(command, run_folder):
+    options = "--model Classifier --data DigitsDataModule --optimizer SGD --optimizer.lr 0.1 --trainer.max_steps 2"
+    quiet = (
+        "--trainer.limit_val_batches 1 --trainer.accelerator cpu --trainer.enable_progress_bar false --run_report false"
+    )
+    callback = '{"class_path": "LowRankAdapters", "init_args": {"rank": 2, "base": "nf4", "train": ["*.bias"]}}'
+    found = command("fit", *options.split(), *quiet.split(), "--trainer.callbacks+", callback)
+    assert found.status == 0, found.err
+    (path,) = run_folder.rglob("*.ckpt")
+    names = torch.load(path, weights_only=True)["state_dict"]
+    assert any(".lora_B." in name for name in names)
+    assert not any(name.endswith("base_layer.weight") for name in names)
+    config = next(run_folder.rglob("config_fit.yaml"))
+    tested = command("test", "--config", config, "--ckpt_path", "best")
+    assert tested.status == 0, tested.err

@@ -23,7 +23,7 @@ from lightning_accel.callbacks.deployment.loaders import first_batch_of, has_pla
 from lightning_accel.callbacks.recorded_calls import callable_parts, outermost
 from lightning_accel.callbacks.resume.random_state import restored_random_state
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of
-from lightning_accel.compress.adapters import is_packed, merge_adapters_
+from lightning_accel.compress.adapters import has_adapters, is_packed, merge_adapters_
 from lightning_accel.compress.calls import Inputs, replaced_forward
 from lightning_accel.compress.calls import num_samples as samples_of
 from lightning_accel.compress.uncompiled import uncompile_
@@ -103,6 +103,10 @@ class WholeCopy:
                 made.get_buffer(name).copy_(buffer)
         made.load_state_dict(state)
         return _detach_from_run(made)
+
+    def has_adapters(self) -> bool:
+        """Return whether the module had adapters when this was created."""
+        return has_adapters(self._skeleton)
 
 
 def in_float32(trainer: L.Trainer, module: L.LightningModule) -> L.LightningModule:
