@@ -97,9 +97,9 @@ def _name_optimizers(words: list[str]) -> list[str]:
     """Name torch's optimizers in full, since other packages, as bitsandbytes by peft, have some of the same names."""
     full = list(words)
     for place, word in enumerate(words):
-        option, equals, name = word.partition("=") if word.startswith("--optimizer=") else ("", "", word)
-        if (equals or (place and words[place - 1] == "--optimizer")) and name in optim.__all__:
-            full[place] = f"{option}{equals}torch.optim.{name}"
+        option, equals, name = word.rpartition("=") if word.startswith("--") else (words[max(0, place - 1)], "", word)
+        if re.fullmatch(r"--(\w+\.)*optimizer", option) and name in optim.__all__:
+            full[place] = f"{option}=torch.optim.{name}" if equals else f"torch.optim.{name}"
     return full
 
 

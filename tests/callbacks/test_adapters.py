@@ -492,10 +492,8 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, package):
 
 
 def test_one_line_of_a_config(command, run_folder):
-    options = "--model Classifier --data DigitsDataModule --optimizer SGD --optimizer.lr 0.1 --trainer.max_steps 2"
-    quiet = (
-        "--trainer.limit_val_batches 1 --trainer.accelerator cpu --trainer.enable_progress_bar false --run_report false"
-    )
+    options = "--model Classifier --data DigitsDataModule --model.optimizer=SGD --model.optimizer.lr 0.1"
+    quiet = "--trainer.max_steps 2 --trainer.limit_val_batches 1 --trainer.accelerator cpu --run_report false"
     callback = '{"class_path": "LowRankAdapters", "init_args": {"rank": 2, "base": "nf4", "train": ["*.bias"]}}'
     found = command("fit", *options.split(), *quiet.split(), "--trainer.callbacks+", callback)
     assert found.status == 0, found.err
