@@ -25,6 +25,7 @@ from lightning_accel.compress.adapters import (
     ADAPTERS,
     BaseForm,
     adapter_parameters,
+    adapts_stacked_weights,
     add_adapters_,
     digest_of_base,
     frozen_names,
@@ -35,7 +36,7 @@ from lightning_accel.compress.adapters import (
 from lightning_accel.compress.channels.plan import load_pruned
 from lightning_accel.ops.extras import require_module
 from lightning_accel.ops.names import Exclusion, list_of_names
-from lightning_accel.strategies import DataParallelStrategy, PipelineStrategy
+from lightning_accel.strategies import DataParallelStrategy, FullyShardedStrategy, PipelineStrategy
 from lightning_accel.strategies.sharding.blocks import broadcast_state
 
 # dtypes in which 4-bit layers compute: autocast does not reach their kernels, and none is for float64
@@ -88,7 +89,8 @@ class LowRankAdapters(L.Callback):
             the resumed checkpoint has other options or frozen weights; in the first step, if no adapter gets a
             gradient.
         TypeError: before training, beside ``Pruning``, ``SemiStructuredSparsity`` or ``Quantization(mode="qat")``,
-            which change the frozen weights, and under FSDP1, DeepSpeed and ModelParallelStrategy.
+            which change the frozen weights, under FSDP1, DeepSpeed and ModelParallelStrategy, and for experts under
+            ``accel_expert_parallel``.
         ModuleNotFoundError: before training, if peft or bitsandbytes is missing.
     """
 
@@ -157,6 +159,7 @@ class LowRankAdapters(L.Callback):
         if dist.is_initialized() and dist.get_world_size() > 1:  # digests, masks and 4 bits must be of equal weights
             broadcast_state(pl_module, trainer.strategy.root_device)
         add_adapters_(pl_module, **self.options)
+        _require_whole_experts(pl_module, trainer.strategy)
         vars(pl_module)["_adapted"] = {ADAPTERS: self.options, "base": digest_of_base(pl_module)}
         trained = sum(value.numel() for value in pl_module.parameters() if value.requires_grad)
         adapted = sum(name.endswith(".lora_A.default.weight") for name in adapter_parameters(pl_module))
@@ -275,6 +278,15 @@ def _require_first(trainer: L.Trainer, adapters: L.Callback) -> None:
                 f"{type(callback).__name__} stands before LowRankAdapters and has copied the module as it was without "
                 "adapters; put LowRankAdapters first in callbacks"
             )
+
+
+def _require_whole_experts(module: nn.Module, strategy: Strategy) -> None:
+    is_split = isinstance(strategy, FullyShardedStrategy) and strategy.expert_parallel_size != 1
+    if is_split and adapts_stacked_weights(module):
+        raise TypeError(
+            "adapters of experts need the stacked weights of all of them, which expert parallelism distributes; take "
+            "the strategy 'accel_fsdp2', or leave experts out of include"
+        )
 
 
 def _set_compute_dtype(module: nn.Module, precision: Any) -> None:

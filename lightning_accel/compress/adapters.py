@@ -129,6 +129,11 @@ def has_adapters(module: nn.Module) -> bool:
     return "peft" in sys.modules and any(isinstance(one, lora.LoraLayer) for one in module.modules())
 
 
+def adapts_stacked_weights(module: nn.Module) -> bool:
+    """Return whether stacked weights of experts have adapters."""
+    return has_adapters(module) and any(isinstance(one, lora.layer.ParamWrapper) for one in module.modules())
+
+
 def adapter_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of the adapters by name, without those of the layers that they are added to."""
     return {name: value for name, value in module.named_parameters() if ".lora_" in name}

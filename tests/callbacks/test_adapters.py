@@ -24,10 +24,11 @@ from lightning_accel.callbacks import (
     RestoringEarlyStopping,
     SemiStructuredSparsity,
 )
+from lightning_accel.callbacks.adapters import _require_whole_experts
 from lightning_accel.compress import load_adapted, load_compressed, merge_adapters_
 from lightning_accel.compress.adapters import adapter_parameters, frozen_names, has_adapters
 from lightning_accel.models import Experts, MoELanguageModel
-from lightning_accel.strategies import DataParallelStrategy
+from lightning_accel.strategies import DataParallelStrategy, FullyShardedStrategy
 from tests.ranks import run_ranks
 from tests.resumption import StopAfterWriting, StopAt, assert_same_end, ended, newest, run_until_stopped
 from tests.tolerance import ADAM_EPS, CLOSE
@@ -149,12 +150,14 @@ def test_only_adapters_train_and_checkpoints_hold_only_them(tmp_path, base):
 def test_what_is_exported_is_merged(tmp_path, base, format):
     module, export = Net(), Export(format, tmp_path / f"model.{format}", compare=False)
     report = CompressionReport(compiled=False, seconds=0.01)
-    fit(module, LowRankAdapters(3, base=base), export, report, default_root_dir=tmp_path)
+    more = [report] if format == "onnx" else []
+    fit(module, LowRankAdapters(3, base=base), export, *more, default_root_dir=tmp_path)
     assert has_adapters(module), "it goes on with them"
     adapted, model = module.eval()(ROWS), load_compressed(tmp_path / f"model.{format}")
     assert not torch.allclose(adapted, Net().eval()(ROWS), atol=1e-3)
     torch.testing.assert_close(model(ROWS), adapted.detach(), **CLOSE)
-    assert {row.kind for row in report.report.layers if row.name.startswith("blocks.0.0")} == {"Linear"}
+    for one in more:
+        assert {row.kind for row in one.report.layers if row.name.startswith("blocks.0.0")} == {"Linear"}
 
 
 @pytest.mark.slow
@@ -255,7 +258,7 @@ def test_the_teacher_is_the_module_before_its_adapters(tmp_path):
         assert all(value.equal(teacher.state_dict()[name]) for name, value in state(Net()).items())
 
 
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("base", ["float", pytest.param("nf4", marks=pytest.mark.slow)])
 def test_zeros_of_an_earlier_fit_stay(tmp_path, base):
     keeper = ModelCheckpoint(tmp_path, save_last=True, save_top_k=0)
     fit(Net(), OneShotPruning(0.5), keeper, enable_checkpointing=True)
@@ -363,42 +366,75 @@ def test_what_is_exported_of_shards_is_merged(tmp_path, base):
 # ---- precisions, other modules and the command line
 
 
+PRECISIONS = {
+    "bf16-true": {"precision": "bf16-true"},
+    "bf16-mixed": {"precision": "bf16-mixed"},
+    "64-true": {"precision": "64-true"},
+    "AmpPrecision": {"plugins": [AmpPrecision("bf16")]},
+    "Bfloat16Precision": {"plugins": [Bfloat16Precision()]},
+}
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in PRECISIONS if name != "bf16-true"]
+
+
 @pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize(
-    "precision",
-    [{"precision": "bf16-true"}, {"plugins": [AmpPrecision("bf16")]},
-     *(pytest.param(one, marks=pytest.mark.slow) for one in (
-         {"plugins": [Bfloat16Precision()]}, {"precision": "bf16-mixed"}, {"precision": "64-true"},
-     ))],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("precision", ["bf16-true", *SLOW])
 def test_precisions(tmp_path, base, precision):
     module, export = Still(), Export("pt2", tmp_path / "model.pt2", compare=False)
-    fit(module, LowRankAdapters(3, base=base), export, max_epochs=4, default_root_dir=tmp_path, **precision)
+    fit(module, LowRankAdapters(3, base=base), export, max_epochs=4, default_root_dir=tmp_path, **PRECISIONS[precision])
     before, after = Still().eval(), merge_adapters_(module.float()).eval()
     assert F.cross_entropy(after(ROWS), DATA.tensors[1]) < 0.98 * F.cross_entropy(before(ROWS), DATA.tensors[1])
     file = load_compressed(tmp_path / "model.pt2")
     torch.testing.assert_close(file(ROWS), after(ROWS).detach(), rtol=0.02, atol=0.02)
 
 
+TEXT = (torch.arange(7) + torch.arange(12).unsqueeze(1)) % 11
+
+
+def fit_experts(include, rows, **strategy):
+    torch.manual_seed(0)
+    module = MoELanguageModel(11, dim=16, num_layers=2, num_heads=2, experts=Experts(4, hidden_dim=6))
+    trainer(LowRankAdapters(2, include=include), max_epochs=1, **strategy).fit(module, rows)
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 @pytest.mark.parametrize("strategy", [{}, pytest.param({"strategy": "accel_dp", "devices": 2}, marks=pytest.mark.slow)])
 def test_a_mixture_of_experts(strategy):
-    def run(include):
-        torch.manual_seed(0)
-        module = MoELanguageModel(11, dim=16, num_layers=2, num_heads=2, experts=Experts(4, hidden_dim=6))
-        tokens = (torch.arange(7) + torch.arange(12).unsqueeze(1)) % 11
-        rows = DataLoader(tokens, batch_size=4)
-        trainer(LowRankAdapters(2, include=include), max_epochs=1, **strategy).fit(module, rows)
-        return module
-
-    module = run(["*.experts"])
+    rows = DataLoader(TEXT, batch_size=4)
+    module = fit_experts(["*.experts"], rows, **strategy)
     trained = [name for name, value in module.named_parameters() if value.requires_grad]
     assert len(trained) == 2 * 2 * 2, "two stacked weights in each of two layers"
     assert all(".experts." in name for name in trained)
+    with pytest.raises(TypeError, match=r"adapters of experts need .* 'accel_fsdp2', or leave experts out of include"):
+        _require_whole_experts(module, FullyShardedStrategy(expert_parallel_size="all"))
     assert not has_adapters(merge_adapters_(module))
-    trained = [name for name, value in run(None).named_parameters() if value.requires_grad]
+    module = fit_experts(None, rows, **strategy)
+    trained = [name for name, value in module.named_parameters() if value.requires_grad]
     assert all(".attention." in name for name in trained)
     assert len(trained) == 2 * 2 * 2
+    _require_whole_experts(module, FullyShardedStrategy(expert_parallel_size="all"))
+
+
+def check_experts(rank, strategy, include):
+    warnings.simplefilter("ignore")
+    replicas = 1 if strategy == "accel_pipeline" else 2
+    sampler = DistributedSampler(TEXT, replicas, rank % replicas, shuffle=False)
+    rows = DataLoader(TEXT, batch_size=4 // replicas, sampler=sampler)
+    return whole_state(fit_experts(include, rows, strategy=strategy, devices=2))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+@pytest.mark.parametrize(
+    ("strategy", "include"),
+    [("accel_fsdp2", "*.experts"), ("accel_expert_parallel", None), ("accel_pipeline", "*.experts")],
+)
+def test_processes_train_experts_as_one(strategy, include):
+    expected = state(fit_experts(include, DataLoader(TEXT, batch_size=4)))
+    for part in run_ranks(check_experts, strategy, include):
+        own = {name: value for name, value in part.items() if ".lora_" in name}
+        assert own
+        torch.testing.assert_close(own, {name: expected[name] for name in own}, **CLOSE)
 
 
 def test_recomputed_activations():
