@@ -294,6 +294,8 @@ def check_trained(rank, strategy, base, folder):
     rows = DataLoader(DATA, batch_size=8 // replicas, sampler=sampler)
     torch.manual_seed(5)
     run.fit(module, rows, rows)
+    split = {name for name, value in module.named_parameters() if isinstance(value, DTensor)}
+    assert ("blocks.0.0.base_layer.weight" in split) == (strategy == "accel_fsdp2" and base == "float")
     return whole_state(module)
 
 
