@@ -59,8 +59,8 @@ class LowRankAdapters(L.Callback):
 
     Checkpoints hold what trains, and a digest of the frozen weights: a run that is resumed, validated or tested from
     one has to begin with the same frozen weights, and others are rejected. Modules that draw random weights need
-    ``checkpoint``. (Beside ``WeightAveraging``, checkpoints also hold the average of the whole module; with
-    ``accel_fsdp2`` and ``checkpoints="sharded"`` they hold everything; ``save_weights_only`` too.)
+    ``checkpoint``. (``WeightAveraging``, ``RestoringEarlyStopping`` and ``Distillation`` add a whole module of their
+    own; with ``accel_fsdp2`` and ``checkpoints="sharded"``, and with ``save_weights_only``, frozen weights are in, too.)
 
     On weights that were pruned in an earlier fit, adapters leave the zeros zero, in training and when they are merged
     (see :func:`lightning_accel.compress.add_adapters_`). Channels and widths that were removed stay removed;
