@@ -39,8 +39,6 @@ from lightning_accel.ops.names import Exclusion, list_of_names
 from lightning_accel.strategies import DataParallelStrategy, FullyShardedStrategy, PipelineStrategy
 from lightning_accel.strategies.sharding.blocks import broadcast_state
 
-# dtypes in which 4-bit layers compute: autocast does not reach their kernels, and none is for float64
-_COMPUTED_IN = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "64-true": torch.float32}
 _STATES = "state_dict", "current_model_state"  # of a checkpoint; the latter is written by WeightAveraging
 
 
@@ -59,8 +57,8 @@ class LowRankAdapters(L.Callback):
 
     Checkpoints hold what trains, and a digest of the frozen weights: a run that is resumed, validated or tested from
     one has to begin with the same frozen weights, and others are rejected. Modules that draw random weights need
-    ``checkpoint``. (``WeightAveraging``, ``RestoringEarlyStopping`` and ``Distillation`` add a whole module of their
-    own; with ``accel_fsdp2`` and ``checkpoints="sharded"``, and with ``save_weights_only``, frozen weights are in, too.)
+    ``checkpoint``. (``WeightAveraging``, ``RestoringEarlyStopping`` and ``Distillation`` add a module of their own;
+    with ``accel_fsdp2`` and ``checkpoints="sharded"``, and with ``save_weights_only``, frozen weights are in, too.)
 
     On weights that were pruned in an earlier fit, adapters leave the zeros zero, in training and when they are merged
     (see :func:`lightning_accel.compress.add_adapters_`). Channels and widths that were removed stay removed;
@@ -290,10 +288,9 @@ def _require_whole_experts(module: nn.Module, strategy: Strategy) -> None:
 
 
 def _set_compute_dtype(module: nn.Module, precision: Any) -> None:
-    dtype = _COMPUTED_IN.get(precision)
     for layer in module.modules():
-        if is_packed(getattr(layer, "weight", None)):
-            layer.compute_dtype, layer.compute_type_is_set = dtype, dtype is not None  # type: ignore[assignment]
+        if is_packed(getattr(layer, "weight", None)):  # no kernel is for float64
+            layer.compute_dtype = torch.float32 if precision == "64-true" else None  # type: ignore[assignment]
 
 
 def _average_exactly(average: Any) -> None:

@@ -368,10 +368,18 @@ def _packed(layer: nn.Linear) -> nn.Module:
     packed.bias = layer.bias
     # another layout for inference on some CPUs, to which a layer would change its weight in validation
     packed.support_avx512bf16_for_cpu = False
+    packed.compute_type_is_set = True  # that of inputs, not of the first input
+    packed.register_forward_pre_hook(_cast_as_autocast)
     packed.register_state_dict_post_hook(_drop_scales)
     packed.train(layer.training)
     result: nn.Module = packed
     return result
+
+
+def _cast_as_autocast(layer: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    """Cast the input as autocast does that of ``nn.Linear``, so that the output has its dtype."""
+    kind = args[0].device.type
+    return (args[0].to(torch.get_autocast_dtype(kind)),) if torch.is_autocast_enabled(kind) else args
 
 
 def _drop_scales(layer: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
