@@ -348,6 +348,22 @@ def test_processes_that_are_stopped_go_on_to_the_bit(tmp_path, strategy, base):
     run_ranks(check_resumed, tmp_path, base, strategy)
 
 
+def check_mixed(rank, strategy):
+    warnings.simplefilter("ignore")
+    torch.manual_seed(5)
+    module, rows = Still(), DataLoader(DATA, batch_size=4, sampler=DistributedSampler(DATA, 2, rank, shuffle=False))
+    run = trainer(LowRankAdapters(3, base="nf4"), strategy=strategy, devices=2, precision="bf16-mixed")
+    run.fit(module, rows, rows)
+    return whole_state(module)
+
+
+@pytest.mark.slow
+def test_four_bits_under_autocast_and_shards():
+    sharded, _ = run_ranks(check_mixed, "accel_fsdp2")
+    whole, _ = run_ranks(check_mixed, "accel_ddp")
+    torch.testing.assert_close(sharded, whole, rtol=0, atol=0.01)  # weights are rounded to bfloat16 when gathered
+
+
 def check_export(rank, folder, base):
     module, export = Still(), Export("pt2", folder / "model.pt2", compare=False)
     warnings.simplefilter("ignore")
