@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel import DeepBeliefNetwork, SequenceModel
+from lightning_accel.callbacks import LowRankAdapters
 from lightning_accel.data import LengthBatchSampler, length_batch_loader
 from lightning_accel.models import FineTuning, RecurrentLayers, Stage
 
@@ -124,6 +125,18 @@ class BeliefJob(DeepBeliefNetwork):
     def on_train_batch_start(self, batch, batch_idx):
         super().on_train_batch_start(batch, batch_idx)
         Job.on_train_batch_start(self, batch, batch_idx)
+
+
+class AdaptedJob(Job):
+    """Adapters over weights in 4 bits, which every start makes of the same floats."""
+
+    def __init__(self, folder: Path) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            super().__init__(folder)
+
+    def configure_callbacks(self):
+        return [LowRankAdapters(4, dropout=0.5, base="nf4")]
 
 
 def local_state(module: L.LightningModule) -> dict[str, Tensor]:

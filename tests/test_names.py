@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_accel.callbacks import Export, Pruning, Quantization
+from lightning_accel.callbacks import Export, LowRankAdapters, Pruning, Quantization
 from lightning_accel.compress import export, find_channel_groups, find_prunable, load_compressed, measure_forms, prune_
 from lightning_accel.compress.quantization.fake_quant import rank_layers
 from lightning_accel.compress.quantization.layers import find_layers
@@ -40,6 +40,7 @@ TAKERS = {
     "Export class_names": ("ab", lambda names: Export(class_names=names).class_names),
     "Pruning": ("head", lambda names: Pruning(0.5, exclude=names).exclude),
     "Quantization": ("head", lambda names: Quantization(exclude=names).exclude),
+    "LowRankAdapters": ("head", lambda names: LowRankAdapters(include=names, exclude=names, train=names).options),
     "quantize": ("head", refused_exclusion),
     "find_layers": ("Linear", lambda names: find_layers(nn.ModuleList([net(), nn.Conv1d(1, 1, 1)]), names).left_float),
     "rank_layers": ("first", lambda names: list(rank_layers(net(), [CALL], names))),

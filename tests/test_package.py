@@ -185,7 +185,10 @@ def test_a_missing_package_is_named_with_its_extra_before_training(monkeypatch):
 
 @pytest.mark.slow
 def test_all_modules_are_imported_without_extras():
-    extras = "matplotlib networkx ninja onnx onnxruntime onnxscript pandas pyarrow rich sklearn tensorboard torchao"
+    extras = (
+        "bitsandbytes matplotlib networkx ninja onnx onnxruntime onnxscript pandas peft pyarrow rich sklearn "
+        "tensorboard torchao"
+    )
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         for path in PACKAGE.rglob("*.py")

@@ -34,8 +34,17 @@ STRATEGIES = {
     "accel_pipeline": ("accel_pipeline", {}, 2, "Job"),
     "sequences in chunks": ("ddp", {}, 2, "SequenceJob"),
     "stages of a belief network": ("ddp", {}, 2, "BeliefJob"),
+    "adapters over 4 bits": ("accel_ddp", {}, 2, "AdaptedJob"),
+    "adapters over 4 bits, accel_fsdp2": ("accel_fsdp2", {"checkpoints": "sharded"}, 2, "AdaptedJob"),
 }
-OFTEN = {"single", "ddp", "accel_fsdp2, sharded", "accel_pipeline", "stages of a belief network"}
+OFTEN = {
+    "single",
+    "ddp",
+    "accel_fsdp2, sharded",
+    "accel_pipeline",
+    "stages of a belief network",
+    "adapters over 4 bits",
+}
 
 
 def run(rank: int, folder: Path, name: str, resume: Path | None) -> None:

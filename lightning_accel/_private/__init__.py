@@ -18,6 +18,7 @@ OVERRIDDEN = {
 }
 
 REPLACED = {
+    "callbacks/adapters.py": {"load_checkpoint": "no hook comes between reading a checkpoint and loading its weights"},
     "callbacks/batching.py": {
         "process_dataloader": "no hook comes between a loader and its first iteration",
         "batch_to_device": "no hook of callbacks gets a batch before it is on the device, or may return another",

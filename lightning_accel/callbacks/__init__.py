@@ -1,5 +1,6 @@
 """Callbacks for any LightningModule."""
 
+from lightning_accel.callbacks.adapters import LowRankAdapters
 from lightning_accel.callbacks.batching import Batching
 from lightning_accel.callbacks.ddp_settings import DDPSettings
 from lightning_accel.callbacks.deployment.export import Export
@@ -33,6 +34,7 @@ __all__ = [
     "ExpertLoadMonitor",
     "ExpertLosses",
     "Export",
+    "LowRankAdapters",
     "MemorySavings",
     "OneShotPruning",
     "PredictionWriter",

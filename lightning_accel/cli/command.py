@@ -24,13 +24,14 @@ from lightning.pytorch.cli import (
     instantiate_class,
 )
 from lightning.pytorch.utilities import rank_zero_info
+from torch import optim
 from torch.optim import Optimizer
 
 import lightning_accel.precision
 import lightning_accel.strategies  # noqa: F401  # registers their short names
 from lightning_accel import data, models
 from lightning_accel._private.lightning import leave_subcommand_empty
-from lightning_accel.callbacks import PredictionWriter, RunReport, StallMonitor
+from lightning_accel.callbacks import LowRankAdapters, PredictionWriter, RunReport, StallMonitor
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of
 from lightning_accel.cli.checkpoints import Checkpoint, find_checkpoint, resume_run, write_checkpoints_atomically
 from lightning_accel.cli.checks import MonitorCheck, report_unused_schedule, require_valid_values
@@ -81,7 +82,7 @@ class _Parser(LightningArgumentParser):
 
     def parse_args(self, args: Iterable[str] | None = None, *more: Any, **kwargs: Any) -> Any:
         renamed = None if args is None else [self._renamed(argument) for argument in args]
-        return super().parse_args(renamed, *more, **kwargs)
+        return super().parse_args(renamed and _name_optimizers(renamed), *more, **kwargs)
 
     def _renamed(self, argument: str) -> str:
         name = re.match(r"--(\w+)", argument)
@@ -90,6 +91,16 @@ class _Parser(LightningArgumentParser):
         new = self._new_names[name[1]]
         warn_of_old_name(name[1], new, self._owner)
         return f"--{new}{argument[name.end() :]}"
+
+
+def _name_optimizers(words: list[str]) -> list[str]:
+    """Name torch's optimizers in full, since other packages, as bitsandbytes by peft, have some of the same names."""
+    full = list(words)
+    for place, word in enumerate(words):
+        option, equals, name = word.rpartition("=") if word.startswith("--") else (words[max(0, place - 1)], "", word)
+        if re.fullmatch(r"--(\w+\.)*optimizer", option) and name in optim.__all__:
+            full[place] = f"{option}=torch.optim.{name}" if equals else f"torch.optim.{name}"
+    return full
 
 
 class AccelCLI(LightningCLI):
@@ -253,7 +264,8 @@ class AccelCLI(LightningCLI):
                 model = rebuilt_skeleton(self.trainer, model, content)
             else:
                 rebuild_shapes(self.trainer, model, content)
-            self.checkpoint.require_fits(model)
+            if not callbacks_of(self.trainer, LowRankAdapters):  # which changes the model in setup, and checks it
+                self.checkpoint.require_fits(model)
             self.checkpoint = None  # the Trainer reads it again; this frees the memory
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:

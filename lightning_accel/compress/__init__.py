@@ -1,5 +1,6 @@
 """Pruning, quantization, export and latency measurement of any ``nn.Module``, without Lightning."""
 
+from lightning_accel.compress.adapters import add_adapters_, load_adapted, merge_adapters_
 from lightning_accel.compress.channels.blocks import measure_influence, plan_without_blocks
 from lightning_accel.compress.channels.choice import choose_channels, score_channels, score_channels_on_data
 from lightning_accel.compress.channels.configuration import update_config_
@@ -37,6 +38,7 @@ __all__ = [
     "Report",
     "Row",
     "Speedup",
+    "add_adapters_",
     "apply_plan_",
     "choose_channels",
     "count_macs",
@@ -45,12 +47,14 @@ __all__ = [
     "export",
     "find_channel_groups",
     "find_prunable",
+    "load_adapted",
     "load_compressed",
     "load_pruned",
     "measure_expert_load",
     "measure_forms",
     "measure_influence",
     "measure_latency",
+    "merge_adapters_",
     "plain_forms",
     "plan_without_blocks",
     "plan_without_experts",

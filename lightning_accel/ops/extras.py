@@ -6,11 +6,13 @@ from types import ModuleType
 from typing import Any
 
 EXTRA_OF = {
+    "bitsandbytes": "adapters",
     "matplotlib": "plots",
     "onnx": "compress",
     "onnxruntime": "compress",
     "onnxscript": "compress",
     "pandas": "data",
+    "peft": "adapters",
     "pyarrow": "data",
     "rich": "plots",
     "scipy": "tune",

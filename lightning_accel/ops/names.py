@@ -9,7 +9,7 @@ from torch import nn
 Name = TypeVar("Name")
 Exclusion: TypeAlias = str | type[nn.Module]
 
-_HEADS_AND_GATES = "head", "lm_head", "gate", "router"
+HEADS_AND_GATES = "head", "lm_head", "gate", "router"  # last names of layers that lose most by fewer digits
 
 
 def list_of_names(names: Iterable[Name]) -> list[Name]:
@@ -30,13 +30,14 @@ def require_one_of(name: str, value: object, allowed: Iterable[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(known)}; got {value!r}")
 
 
-def find_excluded(module: nn.Module, exclude: Iterable[Exclusion]) -> dict[str, str]:
+def find_excluded(module: nn.Module, exclude: Iterable[Exclusion], argument: str = "exclude") -> dict[str, str]:
     """Find the modules, parameters and buffers that ``exclude`` matches, with all that these modules contain.
 
     Args:
         module: module with the parameters.
         exclude: names or globs of parameters or submodules (``"network.6"``, ``"*.head"``), classes of modules, or
             names of classes.
+        argument: name of the argument in the error, where another one than ``exclude`` takes such entries.
 
     Returns:
         The first entry that matches, by name without the prefixes of ``torch.compile``.
@@ -57,8 +58,8 @@ def find_excluded(module: nn.Module, exclude: Iterable[Exclusion]) -> dict[str, 
         roots |= {name for name in names if isinstance(entry, str) and fnmatchcase(name, entry)}
         if not roots:
             raise ValueError(
-                f"exclude has {shown!r}, which is no parameter, submodule or class in {type(module).__name__}, nor a "
-                f"pattern of one; there are {', '.join(names[1:9])}"
+                f"{argument} has {shown!r}, which is no parameter, submodule or class in {type(module).__name__}, nor "
+                f"a pattern of one; there are {', '.join(names[1:9])}"
             )
         for name in names:
             parts = name.split(".")
@@ -81,7 +82,7 @@ def find_linear_layers(
     {'up': Linear(in_features=8, out_features=16, bias=True)}
     """
     if exclude is None:
-        exclude = [name for name, _ in module.named_modules() if name.rpartition(".")[2] in _HEADS_AND_GATES]
+        exclude = [name for name, _ in module.named_modules() if name.rpartition(".")[2] in HEADS_AND_GATES]
     excluded = find_excluded(module, exclude)
     return {
         name: layer

@@ -25,6 +25,7 @@ from lightning_accel.callbacks.deployment.loaders import first_batch_of, has_pla
 from lightning_accel.callbacks.recorded_calls import callable_parts, outermost
 from lightning_accel.callbacks.resume.random_state import restored_random_state
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of
+from lightning_accel.compress.adapters import has_adapters, is_packed, merge_adapters_
 from lightning_accel.compress.calls import Inputs, replaced_forward
 from lightning_accel.compress.calls import num_samples as samples_of
 from lightning_accel.compress.uncompiled import uncompile_
@@ -45,7 +46,8 @@ class Deployed(NamedTuple):
 class WholeCopy:
     """Copy a module that may be sharded or compiled to the CPU, eager and detached from its Trainer.
 
-    Create it in ``setup``, before a strategy shards the parameters; it holds no second set of weights.
+    Adapters are merged into the weights of copies. Create it in ``setup``, before a strategy shards the parameters; it
+    holds no second set of weights.
 
     Raises:
         TypeError: if ``configure_model`` of the module splits its weights, so that a copy would need all processes.
@@ -66,7 +68,7 @@ class WholeCopy:
         """Return the module with its original shapes and arbitrary weights."""
         made = self._with_empty_tensors()
         with torch.no_grad():
-            for value in _tensors(made):
+            for value in filter(lambda one: not is_packed(one), _tensors(made)):
                 value.fill_(0.01 if value.is_floating_point() else 0)
         return _detach_from_run(made)
 
@@ -103,6 +105,10 @@ class WholeCopy:
                 made.get_buffer(name).copy_(buffer)
         made.load_state_dict(state)
         return _detach_from_run(made)
+
+    def has_adapters(self) -> bool:
+        """Return whether the module had adapters when this was created."""
+        return has_adapters(self._skeleton)
 
 
 def in_float32(trainer: L.Trainer, module: L.LightningModule) -> L.LightningModule:
@@ -397,6 +403,7 @@ def _detach_from_run(module: L.LightningModule) -> L.LightningModule:
         if isinstance(one, Metric):
             one.reset()
             one.distributed_available_fn = _is_never_distributed  # other processes do not take part
+    merge_adapters_(module)
     return module.eval()
 
 
@@ -456,6 +463,8 @@ def _tensors(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _empty(value: torch.Tensor, device: str) -> torch.Tensor:
+    if is_packed(value):
+        return value  # frozen, so that copies may share it; its scales are no entries of a state dict
     empty = torch.empty_like(value, device=device)
     return nn.Parameter(empty, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else empty
 

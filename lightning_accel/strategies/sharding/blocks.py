@@ -74,7 +74,8 @@ def shard_module(module: nn.Module, blocks: Sequence[nn.Module], sharding: Shard
     """Shard ``module`` in place, each of ``blocks`` on its own; call the returned wrapper instead of it.
 
     Submodules with an attribute ``keep_float32 = True``, and batch norms, are gathered in their own dtype. The caller
-    has to reduce the gradients of parameters without a dimension, the ``scalars`` of the wrapper.
+    has to reduce the gradients of parameters without a dimension, the ``scalars`` of the wrapper. Parameters of
+    integers, such as 4-bit weights, stay whole in each process.
 
     Raises:
         ValueError: if experts cannot be distributed in equal numbers.
@@ -84,6 +85,7 @@ def shard_module(module: nn.Module, blocks: Sequence[nn.Module], sharding: Shard
             _shard_experts(name, experts, sharding, sharding.expert_mesh)
     scalars = [parameter for parameter in module.parameters() if parameter.ndim == 0]
     sharding.ignored.update(scalars)
+    sharding.ignored.update(one for one in module.parameters() if not one.is_floating_point())
     for submodule in module.modules():
         # torch's batch norms combine low-precision inputs with float32 weights, but not float32 statistics with low
         # weights
