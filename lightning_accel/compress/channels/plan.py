@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_accel._private.torch import ConvBase, ConvTransposeBase, NormBase
 from lightning_accel.compress.uncompiled import uncompiled
-from lightning_accel.nn import DynamicRNN
+from lightning_accel.nn import DynamicRNN, MixtureOfExperts
 from lightning_accel.nn.recurrent.layer import RecurrentLayer
 from lightning_accel.ops.names import clean_name
 from lightning_accel.strategies.checkpoints.reading import read_checkpoint
@@ -120,6 +120,10 @@ def make_channel_plan(
             first = f"{name}.layers.0.weight_ih" if name else "layers.0.weight_ih"
             if 1 in kept.get(first, {}):
                 plan.attributes.setdefault(name, {})["input_size"] = len(kept[first][1])
+        elif isinstance(part, MixtureOfExperts):
+            first = f"{name}.experts.up_weight".lstrip(".")
+            if 2 in kept.get(first, {}):
+                plan.attributes.setdefault(name, {})["dim"] = len(kept[first][2])
     return plan
 
 

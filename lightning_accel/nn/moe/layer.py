@@ -125,16 +125,12 @@ class MixtureOfExperts(nn.Module):
             raise ValueError(f"capacity_factor must be above 0, or None for no bound; got {capacity_factor}")
         if not callable(gate):
             raise TypeError(f"gate must be called to make the gate, such as the class TopKGate; got {gate!r}")
+        self.dim = dim
         self.num_experts = num_experts
         self.capacity_factor = capacity_factor
         self.gate = gate(dim, num_experts, k)
         self.experts = Experts(dim, hidden_dim, num_experts, activation, gated, bias)
         self.shared = FeedForward(dim, shared_dim, activation, gated, bias) if shared_dim else None
-
-    @property
-    def dim(self) -> int:
-        """Return D."""
-        return self.experts.up_weight.shape[2]
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> MixtureOutput:
         """Map ``x`` (..., D), in the dtype of the experts, to the weighted sum of the outputs of each token's experts.
