@@ -1,6 +1,8 @@
 import copy
+import functools
 import math
 import threading
+import types
 
 import lightning as L
 import pytest
@@ -148,8 +150,10 @@ def test_copy_leaves_what_leads_to_the_whole_run(command, run_folder, optimizer)
 
 OWN_CALLBACK = """
 import copy
+import functools
 import math
 import threading
+import types
 
 import lightning as L
 from lightning_accel.callbacks.deployment.copies import WholeCopy
@@ -297,6 +301,44 @@ def test_augmentation_of_training_does_not_reach_the_figures():
     figures = [evaluate(made, datamodule.val_dataloader(), datamodule=datamodule) for _ in range(2)]
     assert figures[0] == figures[1]
     assert datamodule.trainer is trainer
+
+
+class Scaled(Own):
+    """Log a figure in a unit that the datamodule knows."""
+
+    def setup(self, stage):
+        self.unit = getattr(self.trainer.datamodule, "unit", None)
+
+    def validation_step(self, batch, batch_idx):
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        if self.unit is not None:
+            self.log("val/scaled", loss * self.unit)
+
+
+class WithUnit(L.LightningDataModule):
+    unit = 2.0
+
+
+def test_figures_may_depend_on_attributes_of_the_datamodule():
+    figures = evaluate(Scaled(), DataLoader(ROWS, 5), datamodule=WithUnit())
+    assert figures.keys() == {"val/scaled"}
+    assert evaluate(Scaled(), DataLoader(ROWS, 5)) == {}
+
+
+def test_copies_run_the_step_without_what_callbacks_put_around_it():
+    module = Own()
+    inner = module.training_step
+
+    def double(*args):
+        return 2 * inner(*args)
+
+    module.training_step = functools.wraps(inner)(double)
+    made = WholeCopy(module).make(L.Trainer(accelerator="cpu", logger=False), module)
+    assert "training_step" not in vars(made)
+    own = types.MethodType(lambda self, batch, number: self, module)  # set by somebody else, and wrapped
+    module.training_step = functools.wraps(own)(lambda *args: None)
+    made = WholeCopy(module).make(L.Trainer(accelerator="cpu", logger=False), module)
+    assert made.training_step(None, 0) is made
 
 
 def test_what_cannot_be_deployed_is_refused():
