@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_accel import DigitsDataModule
 from lightning_accel.compress import load_compressed
 
-LONG = "compress_cnn", "compress_mlp", "compress_moe", "compress_rnn", "relational_counting"
+LONG = "compress_cnn", "compress_lm", "compress_mlp", "compress_moe", "compress_rnn", "relational_counting"
 CONFIGS = sorted(Path(__file__).parents[1].glob("configs/*.yaml"))
 
 
