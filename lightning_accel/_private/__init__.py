@@ -24,7 +24,7 @@ REPLACED = {
         "batch_to_device": "no hook of callbacks gets a batch before it is on the device, or may return another",
     },
     "callbacks/compression_phase.py": {"check_monitor_top_k": "ModelCheckpoint has no hook before it saves"},
-    "callbacks/deployment/copies.py": {"training_step": "copies keep what somebody has set there, without our wrappers"},
+    "callbacks/deployment/copies.py": {"training_step": "copies keep what somebody has set there, but no wrappers"},
     "callbacks/distillation/callback.py": {"training_step": "callbacks cannot add to the loss"},
     "callbacks/expert_losses.py": {"training_step": "callbacks cannot add to the loss"},
     "callbacks/pruning/callback.py": {"load_model_state_dict": "no hook comes before the weights are loaded"},
