@@ -10,7 +10,8 @@ import matplotlib.pyplot as plt
 import pytest
 
 NOTEBOOKS = sorted(Path(__file__).parents[1].glob("notebooks/*.ipynb"))
-MARKS: dict[str, list[pytest.MarkDecorator]] = {"custom_ops": [], "tune": [pytest.mark.slow, pytest.mark.weekly]}
+LONG = [pytest.mark.slow, pytest.mark.weekly]
+MARKS: dict[str, list[pytest.MarkDecorator]] = {"custom_ops": [], "language_models": LONG, "tune": LONG}
 
 
 @pytest.fixture(autouse=True)
