@@ -62,6 +62,10 @@ def test_what_no_configuration_describes_leaves_it_as_it_is():
     with pytest.raises(ValueError, match=r"no GPT2Config describes what is left: .*c_attn.* would be .* equal share"):
         update_config_(module.model)
     assert module.model.config.to_dict() == before
+    module, _ = narrowed("gpt2")
+    module.model.transformer.h[1].attn.num_heads = 1  # which no shape shows
+    with pytest.raises(ValueError, match=r"transformer.h.1.attn.num_heads would be 2; it is 1"):
+        update_config_(module.model)
     with pytest.raises(TypeError, match=r"Transformer is no model of transformers; give the one within it"):
         update_config_(module)
     with pytest.raises(TypeError, match="Linear is no model of transformers"):
