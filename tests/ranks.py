@@ -5,6 +5,7 @@ order of rank. A Trainer inside with ``strategy="ddp", devices=world_size`` find
 """
 
 import atexit
+import faulthandler
 import multiprocessing as mp
 import os
 import tempfile
@@ -60,9 +61,10 @@ class _Pool:
         context = mp.get_context("forkserver")  # one import for all processes, of this pool and the next
         context.set_forkserver_preload(["lightning.pytorch", "lightning_accel.models", "lightning_accel.callbacks"])
         self.pipes, self.processes = [], []
+        self.folder = tempfile.TemporaryDirectory()
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world_size, theirs))
+            process = context.Process(target=_serve, args=(rank, world_size, theirs, self._stderr(rank)))
             process.start()
             theirs.close()  # so that the death of the process ends the pipe
             self.pipes.append(ours)
@@ -95,16 +97,21 @@ class _Pool:
                 try:
                     succeeded, answer, seconds = pipe.recv()
                 except (EOFError, ConnectionResetError):
-                    succeeded, answer, seconds = False, f"the process died, exit code {self._exit_code(rank)}", 0.0
+                    succeeded, answer, seconds = False, self._death(rank), 0.0
                 _cpu_seconds += seconds
                 (results if succeeded else failures)[rank] = answer
             if failures:  # the others may wait for the one that failed
                 deadline = min(deadline, time.monotonic() + 2)
         return failures, results
 
-    def _exit_code(self, rank: int) -> int | None:
+    def _stderr(self, rank: int) -> str:
+        return f"{self.folder.name}/stderr_{rank}"
+
+    def _death(self, rank: int) -> str:
+        """Return the exit code of a process and the end of what it printed since its last check began."""
         self.processes[rank].join(timeout=60)
-        return self.processes[rank].exitcode
+        with open(self._stderr(rank), errors="replace") as printed:
+            return f"the process died, exit code {self.processes[rank].exitcode}\n{printed.read()[-4000:]}"
 
     def kill(self) -> None:
         global _cpu_seconds
@@ -112,6 +119,7 @@ class _Pool:
         for process in self.processes:
             process.kill()
             process.join()
+        self.folder.cleanup()
         _cpu_seconds -= sum(os.times()[2:4]) - before  # their lives are no cost of whoever ends them
 
 
@@ -121,7 +129,9 @@ def _kill_all() -> None:
         pool.kill()
 
 
-def _serve(rank: int, world_size: int, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, pipe: Connection, stderr: str) -> None:
+    os.dup2(os.open(stderr, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)  # where C++ says why it aborts
+    faulthandler.enable()
     os.environ |= {  # what torchrun sets and Lightning reads
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -144,6 +154,7 @@ def _serve(rank: int, world_size: int, pipe: Connection) -> None:
             pipe.recv()
         except EOFError:
             return
+        os.truncate(stderr, 0)
         started = time.process_time()
         try:
             dist.init_process_group(

@@ -74,7 +74,7 @@ def test_a_run_is_examined_and_leaves_its_folder_untouched(command, quick, run_f
     config = """
 model: foreign_slow.Slow
 data: {class_path: DigitsDataModule, init_args: {batch_size: 32}}
-optimizer: {class_path: SGD, init_args: {lr: 0.1}}
+optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1}}
 trainer:
   max_epochs: 1
   enable_progress_bar: false

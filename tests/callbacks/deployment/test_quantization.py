@@ -493,7 +493,11 @@ def test_onnx_file_of_a_plain_module(tmp_path, caplog, monkeypatch):
     x = torch.randn(5, 6)
     torch.testing.assert_close(result.run(x), module.eval().net(x), rtol=0, atol=0.3)
     assert f"Quantization picked {result.name}" in caplog.text
-    assert {one.name for one in (tmp_path / "figures").iterdir()} == {"quantization.png", "quantization.json"}
+    assert {one.name for one in (tmp_path / "figures").iterdir()} == {
+        "quantization.png",
+        "quantization.json",
+        "quantization_frontier.png",
+    }
     rows = {row.name: row for row in result.report.rows}
     assert set(rows[result.name].latencies) == {1, 8}
     assert "val/accuracy" in rows["fp32 eager"].metrics
