@@ -1,46 +1,27 @@
-"""Search, copy and evaluation of the part of a LightningModule that is deployed."""
+"""Copies of a LightningModule in training, and work on them in the first process while the others wait."""
 
 import copy
 import inspect
-import logging
-import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.utilities.compile import to_uncompiled
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from lightning_accel._private.lightning import data_source_of, forget_metric_names, is_compiled
-from lightning_accel._private.torch import tree_leaves, tree_map_only
-from lightning_accel.callbacks.deployment.loaders import first_batch_of, has_plain_order, undistributed
-from lightning_accel.callbacks.recorded_calls import callable_parts, outermost
+from lightning_accel._private.lightning import forget_metric_names, is_compiled
+from lightning_accel._private.torch import tree_leaves
 from lightning_accel.callbacks.resume.random_state import restored_random_state
-from lightning_accel.callbacks.trainer_callbacks import callbacks_of
 from lightning_accel.compress.adapters import has_adapters, is_packed, merge_adapters_
-from lightning_accel.compress.calls import Inputs, replaced_forward
-from lightning_accel.compress.calls import num_samples as samples_of
 from lightning_accel.compress.uncompiled import uncompile_
-from lightning_accel.ops.names import clean_name
 
 _HALF = {torch.bfloat16, torch.float16}
-
-
-class Deployed(NamedTuple):
-    """Hold the module to deploy and the inputs that validation batches call it with."""
-
-    name: str  # "" for the LightningModule itself
-    module: nn.Module
-    inputs: list[Inputs]  # positional and keyword arguments of each call, detached
-    figures: Mapping[str, float]  # metrics that validation_step logs on these batches
 
 
 class WholeCopy:
@@ -106,6 +87,13 @@ class WholeCopy:
         made.load_state_dict(state)
         return _detach_from_run(made)
 
+    def for_dry_run(self, trainer: L.Trainer, pl_module: L.LightningModule) -> L.LightningModule | None:
+        """Return a copy in the first process, None in others; weights are arbitrary where those of a run are split."""
+        if not trainer.is_global_zero:
+            return None
+        is_split = any(value.is_meta or isinstance(value, DTensor) for value in _tensors(pl_module))
+        return self.with_original_shapes() if is_split else self.make(trainer, pl_module)
+
     def has_adapters(self) -> bool:
         """Return whether the module had adapters when this was created."""
         return has_adapters(self._skeleton)
@@ -167,74 +155,10 @@ def raise_in_all_processes(trainer: L.Trainer, run: Callable[[], None], purpose:
         raise RuntimeError(f"the first process could not {purpose}: {message}")
 
 
-def dry_run(
-    trainer: L.Trainer,
-    pl_module: L.LightningModule,
-    copied: WholeCopy,
-    use: Callable[[Deployed], None],
-    purpose: str,
-    name: str | None = None,
-    of_training: bool = False,
-) -> None:
-    """Run ``use`` on one batch before training, so that its errors come early; all processes must call it.
-
-    Works on a copy, with separate loaders, and restores the random number generators, so that training is not affected.
-    Does nothing if reading a loader would have side effects, as with an iterable data set.
-
-    Args:
-        trainer: the Trainer, in ``on_fit_start``.
-        pl_module: the module to be trained.
-        copied: the copy of ``pl_module``; if that is sharded, arbitrary weights replace its own.
-        use: called in the first process with the part that is deployed.
-        purpose: a verb for the error message in the other processes.
-        name: name of the submodule to deploy, as in :func:`find_deployed`.
-        of_training: whether to take a training batch instead of a validation batch.
-
-    Raises:
-        Exception: as :func:`run_in_first_process`.
-    """
-
-    def make() -> L.LightningModule | None:
-        if not trainer.is_global_zero:
-            return None
-        is_split = any(value.is_meta or isinstance(value, DTensor) for value in _tensors(pl_module))
-        return copied.with_original_shapes() if is_split else copied.make(trainer, pl_module)
-
-    def run(module: L.LightningModule) -> None:
-        loader = _first_batches(trainer, of_training)
-        if loader is not None:
-            datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
-            use(find_deployed(module, loader, name, 1, datamodule))
-
-    run_in_first_process(trainer, make, run, purpose)
-
-
-def _first_batches(trainer: L.Trainer, of_training: bool) -> Any:
-    """Return loaders of the first batches that share no state with the user's; None if that is impossible."""
-    loop: Any = trainer.fit_loop if of_training else trainer.fit_loop.epoch_loop.val_loop
-    loaders = undistributed(data_source_of(loop).dataloader())
-    leaves = tree_leaves(loaders)
-    if not all(map(has_plain_order, leaves)):
-        return None
-    return tree_map_only(DataLoader, first_batch_of, loaders)
-
-
 def run_folder(trainer: L.Trainer) -> Path:
     """Return the folder for files of the run; all processes must call it, since it is broadcast."""
     log_dir = trainer.log_dir
     return Path(trainer.default_root_dir if log_dir is None else log_dir)
-
-
-def reasons_left_out(trainer: L.Trainer, deployed: str) -> dict[str, str]:
-    """Return why callbacks left layers unchanged, by the layers' names in the deployed module."""
-    notes: dict[str, str] = {}
-    for callback in callbacks_of(trainer, L.Callback):
-        for name, reason in getattr(callback, "left_out", {}).items():
-            layer, _, parameter = name.removeprefix(f"{deployed}." if deployed else "").rpartition(".")
-            if not parameter.startswith("bias"):  # biases are excluded in every layer
-                notes[layer] = str(reason)
-        notes.update(getattr(getattr(callback, "result", None), "left_float", None) or {})
-    return notes
 
 
 def gather_to_cpu(value: Any) -> Any:
@@ -242,157 +166,6 @@ def gather_to_cpu(value: Any) -> Any:
     if isinstance(value, DTensor):
         value = value.full_tensor()
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
-
-
-def require_deployable(pl_module: L.LightningModule, caller: str, name: str | None = None) -> None:
-    """Check before training that :func:`find_deployed` can succeed, on behalf of the callback ``caller``.
-
-    Raises:
-        TypeError: if there is no ``validation_step``.
-        ValueError: if there is no submodule ``name``.
-    """
-    if type(pl_module).validation_step is L.LightningModule.validation_step:
-        raise TypeError(
-            f"{caller} needs a validation_step of {type(pl_module).__name__}: it shows what is called, on what, and "
-            "how good it is"
-        )
-    _require_submodule(pl_module, name)
-
-
-def require_validation(trainer: L.Trainer, caller: str) -> None:
-    """Reject, in ``on_fit_start``, a run without validation on behalf of the callback ``caller``, which needs it.
-
-    Raises:
-        ValueError: if the run has no validation batches.
-    """
-    if not trainer.enable_validation:
-        raise ValueError(
-            f"{caller} measures on validation batches, and this run has none: give fit a validation loader, and leave "
-            "limit_val_batches above 0"
-        )
-
-
-def _require_submodule(module: L.LightningModule, name: str | None) -> None:
-    if name is not None and name not in {clean_name(known) for known, _ in module.named_modules()}:
-        children = ", ".join(child for child, _ in module.named_children())
-        raise ValueError(f"{type(module).__name__} has no submodule {name!r}; it has: {children}")
-
-
-def find_deployed(
-    module: L.LightningModule,
-    loader: Any,
-    name: str | None = None,
-    num_batches: int = 1,
-    datamodule: L.LightningDataModule | None = None,
-) -> Deployed:
-    """Run ``validation_step`` on the first batches of ``loader`` to find the module to deploy and its inputs.
-
-    The deployed module is ``module`` itself if the step calls it (``self(x)``), else the called submodule with the most
-    parameters.
-
-    Args:
-        module: a module without a Trainer, as :class:`WholeCopy` returns it.
-        loader: batches as ``validation_step`` takes them; training batches work too.
-        name: name of the submodule to deploy, ``""`` for ``module``, to override the rule above.
-        num_batches: number of batches whose calls are recorded.
-        datamodule: the datamodule whose batch hooks are applied.
-
-    Raises:
-        ValueError: if there is no submodule of that name, or the step calls neither ``module`` nor a submodule with
-            parameters.
-        TypeError: if ``module`` has no ``validation_step``.
-    """
-    _require_submodule(module, name)
-    calls: dict[str, list[Inputs]] = {}
-    handles = [
-        module.get_submodule(path).register_forward_pre_hook(partial(_record, calls, path), with_kwargs=True)
-        for path in (callable_parts(module) if name is None else [name])
-    ]
-    try:
-        figures = evaluate(module, loader, limit_batches=num_batches, datamodule=datamodule)
-    finally:
-        for handle in handles:
-            handle.remove()
-    found = outermost(calls, module)
-    if found is None:
-        raise ValueError(
-            f"validation_step of {type(module).__name__} calls {'no module' if name is None else repr(name)}, so what "
-            "is to be deployed is not known. Name the submodule that it calls: module='network'"
-        )
-    return Deployed(found, module.get_submodule(found), calls[found], figures)
-
-
-def calibration_calls(
-    module: L.LightningModule,
-    loader: Any,
-    num_samples: int,
-    name: str | None = None,
-    datamodule: L.LightningDataModule | None = None,
-) -> Deployed:
-    """Find the deployed module, with calls of ``num_samples`` samples in total, or what the loader has.
-
-    Args:
-        module: a module without a Trainer, as :class:`WholeCopy` returns it.
-        loader: its batches are passed to ``validation_step``, sixteen where it does not tell their size.
-        num_samples: of all calls together; the last one stays whole.
-        name: name of the submodule, as in :func:`find_deployed`.
-        datamodule: the datamodule whose batch hooks are applied.
-    """
-    size = getattr(loader, "batch_size", None)
-    found = find_deployed(module, loader, name, math.ceil(num_samples / size) if size else 16, datamodule)
-    taken: list[Inputs] = []
-    for call in found.inputs:
-        taken.append(call)
-        if sum(map(samples_of, taken)) >= num_samples:
-            break
-    return found._replace(inputs=taken)
-
-
-def evaluate(
-    module: L.LightningModule,
-    loader: Any,
-    deployed: str = "",
-    run: Callable[..., Any] | None = None,
-    limit_batches: float = 1.0,
-    datamodule: L.LightningDataModule | None = None,
-) -> dict[str, float]:
-    """Return the metrics that ``validation_step`` logs over ``loader``, on this process and the device of ``module``.
-
-    Args:
-        module: a module without a Trainer, as :class:`WholeCopy` returns it.
-        loader: one or several loaders.
-        deployed: name of the submodule whose ``forward`` is replaced with ``run``.
-        run: a callable with the inputs and outputs of that submodule's ``forward``.
-        limit_batches: number of batches of each loader, or a share of them.
-        datamodule: the datamodule whose batch hooks are applied.
-
-    Raises:
-        TypeError: if ``module`` has no ``validation_step``.
-    """
-    if getattr(module.validation_step, "__func__", None) is L.LightningModule.validation_step:
-        raise TypeError(
-            f"{type(module).__name__} needs a validation_step: what it logs tells how good a form of the module is"
-        )
-    device = module.device
-    with (
-        nullcontext() if run is None else replaced_forward(module.get_submodule(deployed), run),
-        _detached_from_trainer(datamodule),
-        _silenced_trainer(),
-    ):
-        trainer = L.Trainer(
-            accelerator=device.type,
-            devices=1 if device.type == "cpu" else [device.index or 0],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            limit_val_batches=limit_batches,
-            inference_mode=False,  # metrics updated in inference mode could not be reset outside of it
-        )
-        trainer.validate(module, datamodule=_Loaders(loader, datamodule), verbose=False)
-    module.trainer = None
-    module.to(device)  # the Trainer moves it to the CPU
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
 def _detach_from_run(module: L.LightningModule) -> L.LightningModule:
@@ -409,53 +182,6 @@ def _detach_from_run(module: L.LightningModule) -> L.LightningModule:
 
 def _is_never_distributed() -> bool:
     return False
-
-
-def _record(calls: dict[str, list[Inputs]], name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-    kept: Inputs = tree_map_only(torch.Tensor, lambda value: value.detach().clone(), (args, kwargs))
-    calls.setdefault(name, []).append(kept)
-
-
-class _Loaders(L.LightningDataModule):
-    """Combine loaders with the batch hooks of the user's datamodule, and with what else a module may read of it."""
-
-    def __init__(self, loader: Any, hooks: L.LightningDataModule | None) -> None:
-        super().__init__()
-        self.loader, self.hooks = loader, hooks
-        if hooks is not None:
-            for hook in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
-                setattr(self, hook, getattr(hooks, hook))
-
-    def val_dataloader(self) -> Any:
-        return self.loader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self).get("hooks"), name)
-
-
-@contextmanager
-def _detached_from_trainer(datamodule: L.LightningDataModule | None) -> Iterator[None]:
-    """Detach the datamodule from its Trainer while open, since hooks would see ``trainer.training`` and augment."""
-    if datamodule is None:
-        yield
-        return
-    kept, datamodule.trainer = datamodule.trainer, None
-    try:
-        yield
-    finally:
-        datamodule.trainer = kept
-
-
-@contextmanager
-def _silenced_trainer() -> Iterator[None]:
-    """Silence the Trainer's own messages, which are meant for a run of the user's."""
-    log = logging.getLogger("lightning.pytorch")
-    level = log.level
-    log.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 def _tensors(module: nn.Module) -> list[torch.Tensor]:

@@ -1,6 +1,5 @@
 """Quantization of the deployed module, after training or with quantization-aware training."""
 
-import math
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -11,20 +10,19 @@ from typing import Any, Literal, TypeAlias, get_args
 import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_accel.callbacks.compression_phase import announce_change, defer_best_checkpoints
-from lightning_accel.callbacks.deployment.copies import (
+from lightning_accel.callbacks.compression_phase import defer_best_checkpoints
+from lightning_accel.callbacks.deployment.copies import WholeCopy, run_folder, run_in_first_process
+from lightning_accel.callbacks.deployment.deployed import (
     Deployed,
-    WholeCopy,
     calibration_calls,
     dry_run,
     evaluate,
     require_deployable,
-    run_folder,
-    run_in_first_process,
 )
 from lightning_accel.callbacks.deployment.export import exported_modules, file_of_quantized
+from lightning_accel.callbacks.deployment.integer_training import IntegerTraining
 from lightning_accel.callbacks.deployment.loaders import in_random_order, undistributed
 from lightning_accel.callbacks.deployment.memory import memory_of
 from lightning_accel.callbacks.fit_end import failures_as_warnings
@@ -34,7 +32,7 @@ from lightning_accel.compress.calls import Inputs, first_line, first_samples, nu
 from lightning_accel.compress.export.decoding import CachedDecoder, tokens_of
 from lightning_accel.compress.export.structure import Flat, Structure, tensors_of
 from lightning_accel.compress.quantization.decoding import quantize_decoder
-from lightning_accel.compress.quantization.fake_quant import FakeQuantized, attach, detach
+from lightning_accel.compress.quantization.fake_quant import detach
 from lightning_accel.compress.quantization.form import CannotConvertError, export
 from lightning_accel.compress.quantization.inputs import noise_share
 from lightning_accel.compress.quantization.layers import find_layers
@@ -174,7 +172,6 @@ class Quantization(L.Callback):
         self.max_drop = max_drop
         self.module = module
         self.begin = begin
-        self._epoch = None if isinstance(start, float) else start
         self.batch_size = batch_size
         self.seconds = seconds
         self.device = device
@@ -182,11 +179,7 @@ class Quantization(L.Callback):
         self._exported: str | None = None  # the module that Export names
         self._max_length: int | None = None  # of the decoder of text that is exported, if one is
         self.result: Quantized | None = None
-        self._layers: dict[str, FakeQuantized] = {}
-        self._loaded: dict[str, Tensor] = {}
-        self._enabled = False
-        self._start_step = math.inf
-        self._in_batch: L.Trainer | None = None  # set until the ranges are updated from this batch
+        self._training = IntegerTraining(begin, None if isinstance(start, float) else start)
 
     @property
     def _name(self) -> str | None:
@@ -195,11 +188,11 @@ class Quantization(L.Callback):
 
     @property
     def phase(self) -> str:
-        return "int8" if self._enabled else "float"
+        return "int8" if self._training.enabled else "float"
 
     @property
     def is_final_phase(self) -> bool:
-        return self.mode != "qat" or self._enabled
+        return self.mode != "qat" or self._training.enabled
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
@@ -223,7 +216,7 @@ class Quantization(L.Callback):
                 )
             defer_best_checkpoints(trainer)
         self.result = None
-        self._enabled = False
+        self._training.enabled = False
         self._copy = WholeCopy(pl_module)
         require_deployable(pl_module, "Quantization", self._name)
         quantized = find_layers(pl_module, self.exclude).quantized
@@ -252,7 +245,7 @@ class Quantization(L.Callback):
             raise ValueError(f"Quantization monitors {self.monitor!r}, but this run does not validate")
         self._check_early(trainer, pl_module)
         if self.mode == "qat":
-            self._attach(pl_module)
+            self._training.attach(pl_module, self.exclude, self._name)
 
     def _check_early(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Raise before training what would make all measurements fail after it."""
@@ -302,20 +295,6 @@ class Quantization(L.Callback):
         """Return whether the monitored metric is the perplexity, which need not be logged, of a decoder of text."""
         return self.monitor == PERPLEXITY and self._max_length is not None
 
-    def _attach(self, pl_module: L.LightningModule) -> None:
-        inside = f"{self._name}." if self._name else ""
-        layers = find_layers(pl_module, self.exclude)
-        chosen = {name: one for name, one in layers.quantized.items() if f"{name}.".startswith(inside)}
-        detach(pl_module)  # from a run that was interrupted
-        self._layers = attach(chosen)
-        for name, layer in self._layers.items():
-            layer.to(pl_module.device)
-            if name in self._loaded:
-                layer.load(self._loaded[name])
-        self._loaded = {}
-        left = "; ".join(f"{name}: {why}" for name, why in layers.left_float.items())
-        rank_zero_info(f"{len(chosen)} layers train for int8" + (f"; left in float: {left}" if left else ""))
-
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Reject an unknown ``monitor``, which usually happens in the sanity check before training."""
         if self.monitor is None or self._is_measured_here:
@@ -324,54 +303,25 @@ class Quantization(L.Callback):
             raise not_logged("Quantization", self.monitor, trainer.callback_metrics)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.mode != "qat":
-            return
-        steps = trainer.estimated_stepping_batches
-        if math.isinf(steps) and isinstance(self.begin, float) and self._epoch is None:
-            raise ValueError("begin is a share of a run that has no end; give max_epochs or max_steps, or a step")
-        self._start_step = self.begin if isinstance(self.begin, int) else math.ceil(self.begin * steps)
-        is_late = self._start_step >= steps
-        if self._epoch is not None:
-            self._start_step, last = math.inf, trainer.max_epochs
-            is_late = last is not None and 0 <= last <= self._epoch
-        if is_late and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
-            name = f"begin={self.begin}" if self._epoch is None else f"start={self._epoch}"
-            raise ValueError(f"{name} leaves none of the run's {steps:.0f} steps for int8; lower it")
+        if self.mode == "qat":
+            self._training.schedule(trainer)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        if self._layers and not self._enabled:
-            starts = trainer.global_step >= self._start_step
-            if self._epoch is not None:
-                starts = trainer.current_epoch >= self._epoch
-            if starts:
-                announce_change(trainer, pl_module)
-            self._enabled = starts
-            for layer in self._layers.values():
-                layer.enabled = starts
-        self._in_batch = trainer
+        self._training.start_batch(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        self._update_ranges()
-
-    def _update_ranges(self) -> None:
-        trainer, self._in_batch = self._in_batch, None
-        if trainer is not None and self._enabled and self._layers:
-            seen = torch.stack([layer.seen for layer in self._layers.values()])
-            seen = trainer.strategy.reduce(seen, reduce_op="min")  # as one process with all samples would see
-            for layer, own in zip(self._layers.values(), seen, strict=True):
-                layer.update_range(own)
+        self._training.update_ranges()
 
     def state_dict(self) -> dict[str, Any]:
-        self._update_ranges()  # an earlier callback may save at the end of a batch
-        return {"ranges": {name: layer.range.cpu().clone() for name, layer in self._layers.items()}}
+        return self._training.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._loaded = dict(state_dict["ranges"])
+        self._training.load_state_dict(state_dict)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
             return
-        if self.mode == "qat" and not any(layer.ready for layer in self._layers.values()):
+        if self.mode == "qat" and not self._training.has_begun:
             detach(pl_module)  # other callbacks use the module in float
             rank_zero_warn("no step was trained in int8: the run ended before begin; nothing is quantized")
             return
@@ -394,7 +344,7 @@ class Quantization(L.Callback):
         _save_report(report, folder)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._in_batch = None  # other processes may not have got this far
+        self._training.abandon_batch()
         detach(pl_module)
 
     def convert(
@@ -430,16 +380,7 @@ class Quantization(L.Callback):
     def _quantize(
         self, module: L.LightningModule, deployed: Deployed, loader: Any, datamodule: L.LightningDataModule | None
     ) -> Quantized:
-        ranges = None
-        if self.mode == "qat":
-            prefix = f"{deployed.name}." if deployed.name else ""
-            ranges = {
-                name.removeprefix(prefix): (float(layer.range[0]), float(layer.range[1]))
-                for name, layer in self._layers.items()
-                if name.startswith(prefix) and layer.ready
-            }
-            if not ranges:
-                raise RuntimeError("no step was trained in int8: the run ended before begin, or no layer was called")
+        ranges = self._training.ranges_in(deployed.name) if self.mode == "qat" else None
         limit = None
         if loader:
             judged = partial(_validate, module, loader, deployed, datamodule, self._max_length is not None)

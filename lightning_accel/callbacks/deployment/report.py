@@ -7,17 +7,15 @@ import lightning as L
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
-from lightning_accel.callbacks.deployment.copies import (
+from lightning_accel.callbacks.deployment.copies import WholeCopy, run_folder, run_in_first_process
+from lightning_accel.callbacks.deployment.deployed import (
     Deployed,
-    WholeCopy,
     dry_run,
     evaluate,
     find_deployed,
     reasons_left_out,
     require_deployable,
     require_validation,
-    run_folder,
-    run_in_first_process,
 )
 from lightning_accel.callbacks.deployment.loaders import undistributed
 from lightning_accel.callbacks.fit_end import failures_as_warnings

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_accel._private.lightning import data_source_of, starts_scripts
-from lightning_accel.callbacks.deployment.copies import WholeCopy, find_deployed, run_in_first_process
+from lightning_accel.callbacks.deployment.copies import WholeCopy, run_in_first_process
+from lightning_accel.callbacks.deployment.deployed import find_deployed
 from lightning_accel.callbacks.trainer_callbacks import averaged_modules
 from lightning_accel.compress.channels.choice import choose_channels, score_channels
 from lightning_accel.compress.channels.groups import ChannelGroups, find_channel_groups

@@ -12,14 +12,8 @@ from torch.utils.data import DataLoader
 
 from lightning_accel._private.lightning import data_source_of
 from lightning_accel._private.torch import tree_map_only
-from lightning_accel.callbacks.deployment.copies import (
-    Deployed,
-    WholeCopy,
-    calibration_calls,
-    dry_run,
-    require_deployable,
-    run_in_first_process,
-)
+from lightning_accel.callbacks.deployment.copies import WholeCopy, run_in_first_process
+from lightning_accel.callbacks.deployment.deployed import Deployed, calibration_calls, dry_run, require_deployable
 from lightning_accel.callbacks.deployment.loaders import in_random_order, independent, undistributed
 from lightning_accel.callbacks.pruning.callback import Pruning
 from lightning_accel.callbacks.pruning.channels import ChannelStructure

@@ -10,7 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_accel.callbacks.compression_phase import announce_removal
-from lightning_accel.callbacks.deployment.copies import Deployed, WholeCopy, run_in_first_process
+from lightning_accel.callbacks.deployment.copies import WholeCopy, run_in_first_process
+from lightning_accel.callbacks.deployment.deployed import Deployed
 from lightning_accel.callbacks.pruning.channels import require_strategy, rewrap_ddp
 from lightning_accel.callbacks.trainer_callbacks import averaged_modules
 from lightning_accel.compress.channels.blocks import plan_without_blocks

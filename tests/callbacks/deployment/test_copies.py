@@ -14,13 +14,8 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_accel import Classifier, DigitsDataModule, MoEClassifier
 from lightning_accel.callbacks import CompressionReport, Export, OneShotPruning, Quantization
-from lightning_accel.callbacks.deployment.copies import (
-    WholeCopy,
-    evaluate,
-    find_deployed,
-    in_float32,
-    run_in_first_process,
-)
+from lightning_accel.callbacks.deployment.copies import WholeCopy, in_float32, run_in_first_process
+from lightning_accel.callbacks.deployment.deployed import evaluate, find_deployed
 from lightning_accel.callbacks.deployment.loaders import undistributed
 from lightning_accel.data import LengthBatchSampler, length_batch_loader
 from tests.ranks import run_ranks

@@ -347,7 +347,7 @@ def ranges_of(rank, strategy, devices, folder, batch_size):
         trainer.fit(module, DataLoader(ROWS, batch_size, sampler=sampler), DataLoader(ROWS, 16))
     finally:
         own.quantize = kept
-    return {name: layer.range.tolist() for name, layer in quantization._layers.items()}, len(found.calls)
+    return {name: layer.range.tolist() for name, layer in quantization._training.layers.items()}, len(found.calls)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("accel_fsdp2", marks=pytest.mark.slow)])

@@ -101,7 +101,7 @@ def test_training_is_that_of_a_loop(tmp_path, converted, options, same):
     fit(module, [quantization], tmp_path, **options)
     expected, ranges = by_hand(6 // same.get("accumulate", 1), 12, **same)
     torch.testing.assert_close(weights(module), expected, rtol=1e-5, atol=1e-5)
-    for layer, both in zip(quantization._layers.values(), ranges, strict=True):
+    for layer, both in zip(quantization._training.layers.values(), ranges, strict=True):
         assert layer.range.tolist() == pytest.approx(both, rel=1e-5)
     unrounded, _ = by_hand(99, 12, **same)
     assert not torch.allclose(weights(module)["net.3.weight"], unrounded["net.3.weight"], rtol=1e-4)
@@ -111,7 +111,7 @@ def test_steps_that_fp16_skips_leave_ranges_finite(tmp_path, converted):
     module, quantization = Net(), Quantization("qat", begin=0)
     trainer = fit(module, [quantization], tmp_path, plugins=[AmpPrecision("fp16", init_scale=2.0**22)], max_epochs=4)
     assert trainer.precision_plugin.skipped_steps > 0
-    assert all(layer.range.isfinite().all() for layer in quantization._layers.values())
+    assert all(layer.range.isfinite().all() for layer in quantization._training.layers.values())
     assert all(value.isfinite().all() for value in module.state_dict().values())
 
 
@@ -202,7 +202,7 @@ def check_processes_agree(rank, folder, name):
         fit(module, [quantization], folder, batch_size=4, devices=2, strategy="ddp", **options)
     finally:
         own.quantize = kept
-    return weights(module), {name: layer.range.tolist() for name, layer in quantization._layers.items()}
+    return weights(module), {name: layer.range.tolist() for name, layer in quantization._training.layers.items()}
 
 
 OPTIONS_OF_RANKS = {
@@ -229,4 +229,4 @@ def test_layers_outside_of_what_is_deployed_stay_as_they_were(tmp_path, converte
 
     quantization = Quantization("qat", begin=0, module="net")
     fit(Two(), [quantization], tmp_path, max_epochs=1)
-    assert list(quantization._layers) == ["net.0", "net.3"]
+    assert list(quantization._training.layers) == ["net.0", "net.3"]

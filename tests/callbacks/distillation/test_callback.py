@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel import Classifier, MoEClassifier, MoELanguageModel, SequenceModel
 from lightning_accel.callbacks import Distillation, ExactResume, Pruning
-from lightning_accel.callbacks.deployment.copies import WholeCopy, find_deployed
+from lightning_accel.callbacks.deployment.copies import WholeCopy
+from lightning_accel.callbacks.deployment.deployed import find_deployed
 from lightning_accel.callbacks.distillation.loss import denominator_ratio, divergence, position_mask, squared_error
 from lightning_accel.callbacks.recorded_calls import CallRecorder
 from lightning_accel.data.sequences.batch import IGNORED

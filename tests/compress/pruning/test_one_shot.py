@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_accel._private.torch import num_compiled_graphs
-from lightning_accel.callbacks.deployment.copies import find_deployed
+from lightning_accel.callbacks.deployment.deployed import find_deployed
 from lightning_accel.compress import find_prunable, prune_on_data_
 from lightning_accel.compress.calibration import layerwise
 from lightning_accel.compress.pruning.one_shot import prune_by_sparsegpt, prune_by_wanda

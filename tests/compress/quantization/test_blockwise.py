@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_accel.callbacks.deployment.copies import find_deployed
+from lightning_accel.callbacks.deployment.deployed import find_deployed
 from lightning_accel.compress import CachedDecoder, ExportError, export, load_compressed, quantize
 from lightning_accel.compress.export.structure import tensors_of
 from lightning_accel.compress.quantization import onnx_blockwise, onnx_products
