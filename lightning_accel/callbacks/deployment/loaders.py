@@ -25,8 +25,18 @@ def _undistributed_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
         batch_size=loader.batch_size,
         sampler=loader.sampler.for_one_process() if isinstance(loader.sampler, PlannedSampler) else None,
         collate_fn=loader.collate_fn,
-        num_workers=loader.num_workers,
+        **_workers(loader, loader.num_workers),
     )
+
+
+def _workers(loader: DataLoader[Any], count: int = 0) -> dict[str, Any]:
+    """Return the options for ``count`` workers, or for one where ``worker_init_fn`` may open what samples come from."""
+    if loader.num_workers and loader.worker_init_fn is not None:
+        count = max(1, count)
+    if not count:
+        return {}
+    context = loader.multiprocessing_context
+    return {"num_workers": count, "worker_init_fn": loader.worker_init_fn, "multiprocessing_context": context}
 
 
 def has_plain_order(loader: object) -> bool:
@@ -38,7 +48,9 @@ def has_plain_order(loader: object) -> bool:
 
 def with_order(loader: DataLoader[Any], order: Sequence[int]) -> DataLoader[Any]:
     """Return a loader of the same batch size over the samples ``order``."""
-    return DataLoader(loader.dataset, loader.batch_size, sampler=order, collate_fn=loader.collate_fn)
+    return DataLoader(
+        loader.dataset, loader.batch_size, sampler=order, collate_fn=loader.collate_fn, **_workers(loader)
+    )
 
 
 def first_batch_of(loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -46,21 +58,28 @@ def first_batch_of(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def in_random_order(loader: Any) -> Any:
-    """Return a loader in a fixed random order, for representative samples; loaders of other kinds unchanged."""
+    """Return the loader, or loaders, in a fixed random order, for representative samples; other kinds unchanged."""
+    return tree_map_only(DataLoader, _loader_in_random_order, loader)
+
+
+def _loader_in_random_order(loader: DataLoader[Any]) -> DataLoader[Any]:
     if not has_plain_order(loader):
         return loader  # a custom sampler may use other keys and omit samples
-    return with_order(loader, torch.randperm(len(loader.dataset), generator=torch.Generator().manual_seed(0)).tolist())
+    return with_order(
+        loader, torch.randperm(len(cast(Sized, loader.dataset)), generator=torch.Generator().manual_seed(0)).tolist()
+    )
 
 
 def independent(count: int, loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return a loader of the first samples or batches, or of a stream, that leaves the samplers of ``loader`` alone."""
-    dataset, size, collate = loader.dataset, loader.batch_size, loader.collate_fn
+    dataset, size = loader.dataset, loader.batch_size
+    options = {"collate_fn": loader.collate_fn, **_workers(loader)}
     if isinstance(dataset, IterableDataset):
-        return DataLoader(copy.copy(dataset), size, collate_fn=collate)
+        return DataLoader(copy.copy(dataset), size, **options)
     gives_batches = size is None and loader.batch_sampler is not None
     order: Any = loader.batch_sampler if gives_batches else loader.sampler
     order = getattr(order, "index_sampler", order)  # of ExactResume, which is in its place
     taken = [*islice(copy.deepcopy(order, {id(dataset): dataset}), count)]
     if gives_batches:
-        return DataLoader(dataset, batch_sampler=taken, collate_fn=collate)
-    return DataLoader(dataset, size, sampler=taken, collate_fn=collate)
+        return DataLoader(dataset, batch_sampler=taken, **options)
+    return DataLoader(dataset, size, sampler=taken, **options)

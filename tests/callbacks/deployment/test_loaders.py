@@ -1,0 +1,42 @@
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, get_worker_info
+
+from lightning_accel.callbacks.deployment.loaders import (
+    first_batch_of,
+    in_random_order,
+    independent,
+    undistributed,
+)
+
+
+class OfWorkers(Dataset):
+    """Has its samples only in workers, as what opens a file in ``worker_init_fn``."""
+
+    samples = None
+
+    def __len__(self):
+        return 7
+
+    def __getitem__(self, index):
+        return self.samples[index]
+
+
+def open_samples(_):
+    get_worker_info().dataset.samples = torch.arange(10, 17)
+
+
+@pytest.mark.parametrize("again", [first_batch_of, in_random_order, lambda one: independent(4, one), undistributed])
+def test_workers_open_what_samples_come_from(again):
+    dataset = OfWorkers()
+    order = DistributedSampler(dataset, 1, 0, shuffle=False) if again is undistributed else None
+    read = again(DataLoader(dataset, 4, sampler=order, num_workers=2, worker_init_fn=open_samples))
+    samples = sorted(torch.cat(list(read)).tolist())
+    assert samples == (list(range(10, 17)) if again in (in_random_order, undistributed) else [10, 11, 12, 13])
+
+
+def test_loaders_in_a_dict_are_each_in_random_order():
+    loaders = {"a": DataLoader(range(9), 9), "b": DataLoader(range(4), 4)}
+    read = {name: next(iter(loader)).tolist() for name, loader in in_random_order(loaders).items()}
+    assert {name: sorted(order) for name, order in read.items()} == {"a": [*range(9)], "b": [*range(4)]}
+    assert read["a"] != [*range(9)]
