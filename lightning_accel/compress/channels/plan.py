@@ -161,8 +161,9 @@ def _size_attributes(
         return {"input_size": shapes["weight_ih"][1], "hidden_size": shapes["weight_ih"][0] // gates}
     if isinstance(owner, RecurrentLayer) and "weight_ih" in shapes:
         return {"hidden_size": shapes["weight_ih"][0] * owner.hidden_size // owner.weight_ih.shape[0]}
-    if len(weight) == 2 and vars(owner).get("hidden_dim") == owner.weight.shape[1]:  # a router of transformers
-        return {"hidden_dim": weight[1]}
+    whole = getattr(owner, "weight", None)
+    if weight and isinstance(whole, Tensor) and vars(owner).get("hidden_dim") == whole.shape[-1]:
+        return {"hidden_dim": weight[-1]}  # of a router of transformers
     return {}
 
 
