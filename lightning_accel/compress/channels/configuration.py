@@ -15,16 +15,20 @@ _QUERIES = ".q_proj.weight", ".query.weight", ".q_lin.weight", ".q.weight"
 _KEYS = ".k_proj.weight", ".key.weight", ".k_lin.weight", ".k.weight"
 _OF_ATTENTION = *_HEADS, "num_key_value_heads", "head_dim", "attention_head_size"
 _INNER_WEIGHTS = {
-    ".down_proj.weight": -1, ".experts.down_proj": -1, ".fc2.weight": -1, ".lin2.weight": -1, ".wo.weight": -1,
-    ".intermediate.dense.weight": 0,
+    ".down_proj.weight": -1, ".fc2.weight": -1, ".lin2.weight": -1, ".wo.weight": -1, ".intermediate.dense.weight": 0,
 }  # fmt: skip  # the dimension of the inner width
+_OF_EXPERTS = {
+    ("moe_intermediate_size", "intermediate_size"): ".experts.down_proj",
+    ("shared_expert_intermediate_size",): ".shared_expert.down_proj.weight",
+}
 
 
 def update_config_(model: nn.Module) -> None:
     """Set the sizes in the configuration of a transformers model to those of its weights.
 
     Afterwards ``model.save_pretrained(folder)`` writes what ``from_pretrained`` and other tools read. The configuration
-    stays as it is if this fails.
+    stays as it is if this fails. A head that no longer has the weight of the embedding, as after
+    :func:`~lightning_accel.compress.merge_adapters_`, is no longer tied to it there.
 
     Args:
         model: a model of transformers, from which channels, whole heads, blocks or experts were removed.
@@ -49,24 +53,31 @@ def update_config_(model: nn.Module) -> None:
         needed = {name: list(value.shape) for name, value in made.state_dict().items()}
     except Exception as error:
         raise ValueError(f"no {type(config).__name__} describes what is left, {sizes}: {error}") from error
-    needed |= _numbers_of_heads(made)
-    found |= _numbers_of_heads(model)
+    needed |= _numbers(made)
+    found |= _numbers(model)
     if needed != found:
         name = next(name for name in sorted({**found, **needed}) if found.get(name) != needed.get(name))
+        advice = (
+            "Remove an equal share of every layer: OneShotPruning(structure='width')"
+            if not isinstance(found.get(name), float)
+            else "Keep what this factor depends on, such as the width: OneShotPruning(structure='channel')"
+        )
         raise ValueError(
             f"no {type(config).__name__} describes what is left: with {sizes}, {name} would be {needed.get(name)}; it "
-            f"is {found.get(name)}. Remove an equal share of every layer: OneShotPruning(structure='width')"
+            f"is {found.get(name)}. {advice}"
         )
     for name, value in sizes.items():
         setattr(config, name, value)
 
 
-def _numbers_of_heads(model: nn.Module) -> dict[str, Any]:
+def _numbers(model: nn.Module) -> dict[str, Any]:
+    """Return what layers compute with that is no tensor: numbers of heads, and factors, such as those of embeddings."""
     return {
         f"{name}.{key}": value
         for name, one in model.named_modules()
         for key, value in vars(one).items()
-        if key in _OF_ATTENTION and isinstance(value, int)
+        if (isinstance(value, int) and key in _OF_ATTENTION)
+        or (isinstance(value, float) and key != "p" and "dropout" not in key)  # which only training has
     }
 
 
@@ -77,8 +88,14 @@ def _sizes(model: nn.Module, config: Any, shapes: Mapping[str, list[int]]) -> di
         found[_HIDDEN] = int(model.get_input_embeddings().weight.shape[1])  # type: ignore[operator]
     queries, keys = (_first(shapes, dict.fromkeys(names, 0)) for names in (_QUERIES, _KEYS))
     heads, old_hidden = (_value(config, names) for names in (_HEADS, _HIDDEN))
-    if (inner := _first(shapes, _INNER_WEIGHTS)) is not None:
+    dense = {name: shape for name, shape in shapes.items() if ".shared_expert" not in name}
+    if (inner := _first(dense, _INNER_WEIGHTS)) is not None:
         found[_INNER] = inner
+    for names, ending in _OF_EXPERTS.items():
+        if (inner := _first(shapes, {ending: -1})) is not None:
+            found[names] = inner
+    if _has_own_head(model, config):
+        found["tie_word_embeddings",] = False
     known = [vars(one)[key] for one in model.modules() for key in _HEADS if isinstance(vars(one).get(key), int)]
     size = getattr(config, "head_dim", None) or (old_hidden // heads if heads else 0)
     if known:
@@ -92,6 +109,15 @@ def _sizes(model: nn.Module, config: Any, shapes: Mapping[str, list[int]]) -> di
         for names, value in found.items()
         if any(hasattr(config, name) for name in names)
     }
+
+
+def _has_own_head(model: Any, config: Any) -> bool:
+    """Return whether the head has a weight of its own where the configuration says that it has the embedding's."""
+    if not getattr(config, "tie_word_embeddings", False):
+        return False
+    with suppress(AttributeError, NotImplementedError):  # of models without tokens, and of heads that are no layer
+        return model.get_output_embeddings().weight is not model.get_input_embeddings().weight
+    return False
 
 
 def _first(shapes: Mapping[str, list[int]], dims: Mapping[str, int]) -> int | None:

@@ -161,6 +161,9 @@ def _size_attributes(
         return {"input_size": shapes["weight_ih"][1], "hidden_size": shapes["weight_ih"][0] // gates}
     if isinstance(owner, RecurrentLayer) and "weight_ih" in shapes:
         return {"hidden_size": shapes["weight_ih"][0] * owner.hidden_size // owner.weight_ih.shape[0]}
+    whole = getattr(owner, "weight", None)
+    if weight and isinstance(whole, Tensor) and vars(owner).get("hidden_dim") == whole.shape[-1]:
+        return {"hidden_dim": weight[-1]}  # of a router of transformers
     return {}
 
 
