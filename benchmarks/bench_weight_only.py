@@ -1,6 +1,7 @@
 """How fast, small and good is a language model whose weights have 8 or 4 bits, beside what is made by hand?
 
-python benchmarks/bench_weight_only.py [--quick] [--seeds 0 1 2] [--steps 1500] [--width 1024 --layers 12] [--json FILE]
+python benchmarks/bench_weight_only.py [--quick] [--seeds 0 1 2] [--steps 1500] [--width 1024 --layers 12]
+    [--no_float_file] [--json FILE]
 
 A small Llama of transformers, trained on the bytes that Python carries, gives the perplexity, per byte of 1,024 windows
 of the test text; 64 training windows calibrate. A Llama of random weights (width, layers), gives the speed: tokens a
@@ -24,6 +25,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import torch
 import torch.nn.functional as F
@@ -37,7 +39,7 @@ from lightning_accel.callbacks.deployment.memory import memory_of
 from lightning_accel.compress import CachedDecoder, measure_latency
 from lightning_accel.compress.calls import Inputs, Run
 from lightning_accel.compress.quantization.form import Form, export
-from lightning_accel.compress.quantization.layers import find_layers
+from lightning_accel.compress.quantization.layers import Layers, find_layers
 from lightning_accel.compress.quantization.onnx import OnnxCall, onnx_float, write_float_files
 from lightning_accel.compress.quantization.onnx_blockwise import onnx_int4, onnx_int8
 from lightning_accel.compress.quiet import suppress_output
@@ -47,11 +49,22 @@ from lightning_accel.compress.report.report import saved_bytes
 PROMPT = 128
 
 
-def by_hand(module: nn.Module, inputs: list[Inputs], bits: int) -> Form:
+def fold_transposes(graph: onnx.GraphProto) -> None:
+    """Store weights as their products take them: the optimizer has not seen those that are in a file of their own."""
+    weights = {one.name: one for one in graph.initializer}
+    for node in [node for node in graph.node if node.op_type == "Transpose" and node.input[0] in weights]:
+        weight = weights[node.input[0]]
+        turned = np.ascontiguousarray(onnx.numpy_helper.to_array(weight).T)
+        weight.CopyFrom(onnx.numpy_helper.from_array(turned, node.output[0]))
+        graph.node.remove(node)
+
+
+def by_hand(module: nn.Module, inputs: list[Inputs], layers: Layers, bits: int) -> Form:
     """Make a form of the file that ONNX Runtime's quantizer makes."""
     with tempfile.TemporaryDirectory() as folder, suppress_output():
         files = write_float_files(module, inputs, Path(folder))
         graph = ONNXModel(onnx.load(files.ready))
+    fold_transposes(graph.model.graph)
     graph.replace_gemm_with_matmul()
     quantizer = MatMulNBitsQuantizer(graph.model, bits=bits, accuracy_level=4)
     quantizer.process()
@@ -60,14 +73,15 @@ def by_hand(module: nn.Module, inputs: list[Inputs], bits: int) -> Form:
     return Form(name, OnnxCall(content, files.structure, files.dtypes), onnx=content, file_bytes=len(content))
 
 
-def forms(module: nn.Module, inputs: list[Inputs]) -> list[Form]:
+def forms(module: nn.Module, inputs: list[Inputs], with_float: bool = True) -> list[Form]:
     layers = find_layers(module)
     made = [Form("fp32 eager", module, file_bytes=saved_bytes(module))]
-    for make in (onnx_float, onnx_int8, onnx_int4):
+    makers = (partial(by_hand, bits=8), partial(by_hand, bits=4), onnx_int8, onnx_int4, onnx_float)
+    for make in makers if with_float else makers[:-1]:
         start = time.perf_counter()
         made.append(make(module, inputs, layers))
         print(f"{made[-1].name}: made in {time.perf_counter() - start:.0f} s", flush=True)
-    return made + [by_hand(module, inputs, bits) for bits in (8, 4)]
+    return made
 
 
 def torchao_by_hand(decoder: nn.Module) -> Run:
@@ -116,11 +130,23 @@ def random_llama(width: int, layers: int) -> nn.Module:
     return LlamaForCausalLM(config).eval()
 
 
+def memory(decoder: nn.Module, form: Form, calls: list[Inputs]) -> int | None:
+    """Return the bytes that a process needs for a form's file, None if there is no file or the process fails."""
+    if form.program is None and form.onnx is None:
+        return None
+    try:
+        return memory_of(decoder, form, calls, 600)
+    except (RuntimeError, TimeoutError) as error:
+        print(f"memory of {form.name}: {error}", flush=True)
+        return None
+
+
 @torch.no_grad()
-def speed(width: int, layers: int, seconds: float) -> dict[str, dict[str, float | None]]:
+def speed(width: int, layers: int, seconds: float, with_float: bool) -> dict[str, dict[str, float | None]]:
     decoder = CachedDecoder(random_llama(width, layers), 2 * PROMPT).eval()
     calls = decoder.calls(torch.randint(0, 32_000, (1, PROMPT)))
-    made = [*forms(decoder, calls), Form("int8 by hand, torchao, bf16", torchao_by_hand(decoder))]
+    torchao = Form("int8 by hand, torchao, bf16", torchao_by_hand(decoder))  # first: it takes a second float copy
+    made = [*forms(decoder, calls, with_float), torchao]
     prompt, following = (
         measure_latency({form.name: partial(form.run, *args) for form in made}, seconds) for args, _ in calls
     )
@@ -130,7 +156,7 @@ def speed(width: int, layers: int, seconds: float) -> dict[str, dict[str, float 
             "prompt": 1e3 * PROMPT / prompt[form.name].p50_ms,
             "next": 1e3 / following[form.name].p50_ms,
             "bytes": form.file_bytes,
-            "memory": None if form.program is None and form.onnx is None else memory_of(decoder, form, calls, 600),
+            "memory": memory(decoder, form, calls),
         }
         for form in made
     }
@@ -139,10 +165,13 @@ def speed(width: int, layers: int, seconds: float) -> dict[str, dict[str, float 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="20 steps of one seed, and a small model's speed")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument(
+        "--seeds", type=int, nargs="*", default=[0, 1, 2], help="of the perplexities; none: speed alone"
+    )
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--no_float_file", action="store_true", help="spare the memory of float32 in ONNX Runtime")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -151,11 +180,11 @@ def main() -> None:
     seeds, steps, size = options.seeds, options.steps, (options.width, options.layers)
     if options.quick:
         seeds, steps, size = [0], 20, (256, 2)
-    perplexities = quality(seeds, steps)
+    perplexities = quality(seeds, steps) if seeds else {}
     print("\n| form | perplexity, mean | of each seed |\n|---|---:|---|")
     for name, values in perplexities.items():
         print(f"| {name} | {statistics.mean(values):.4f} | {', '.join(f'{one:.4f}' for one in values)} |", flush=True)
-    speeds = speed(*size, seconds=0.5 if options.quick else 20)
+    speeds = speed(*size, 0.5 if options.quick else 20, not options.no_float_file)
     print(f"\nLlama of width {size[0]}, {size[1]} layers")
     print("| form | tokens/s, prompt | tokens/s, next | file, MB | memory, MB |\n|---|---:|---:|---:|---:|")
     for name, row in speeds.items():
