@@ -137,6 +137,12 @@ def compiler() -> None:
 
 
 @pytest.fixture
+def uncompiled(monkeypatch) -> None:
+    """Leave the compiled forms of a model eager, where a test is of other forms."""
+    monkeypatch.setattr("lightning_accel.compress.quantization.form.compile_flat", lambda flat, tensors: flat)
+
+
+@pytest.fixture
 def native(compiler, monkeypatch) -> None:
     """Native kernels are used, where anything can be compiled: that they cannot be built is an error then."""
     if os.environ.get("LIGHTNING_ACCEL_NATIVE") == "0":

@@ -11,7 +11,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import lightning as L
 import pytest
@@ -30,6 +32,7 @@ README = Path(__file__).parents[1] / "README.md"
 QUIET = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False, "logger": False}
 ONCE = {"schedule": "one_shot", "begin": 0, "end": 1, "scope": "layer"}
 BACKENDS = {"qat": "onnxruntime", "static": "onnxruntime", "dynamic": "onnxruntime", "weight_only": "torchao"}
+COMPILE = "lightning_accel.compress.quantization.form.compile_flat"
 PROJECT = """
 import lightning as L
 from tests.zoo import ZOO
@@ -99,7 +102,13 @@ def channels(name: str, folder: Path, **options) -> None:
 
 
 def quantized(mode: str) -> Callable[..., None]:
+    """Make and validate forms in int8, beside floats that are compiled only where int8 is."""
+
     def run(name: str, folder: Path, **options) -> None:
+        with nullcontext() if mode == "weight_only" else patch(COMPILE, lambda flat, _: flat):
+            make_forms(name, folder, **options)
+
+    def make_forms(name: str, folder: Path, **options) -> None:
         begin = {"begin": 0} if mode == "qat" else {}
         quantization = Quantization(
             mode, BACKENDS[mode], seconds=0.01, monitor="val_loss", monitor_mode="min", max_drop=0.2, **begin

@@ -481,8 +481,7 @@ def test_missing_packages_are_named_before_training(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_onnx_file_of_a_plain_module(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("lightning_accel.compress.quantization.form.compile_flat", lambda flat, _: flat)
+def test_onnx_file_of_a_plain_module(tmp_path, caplog, uncompiled):
     module = Plain()
     quantization = Quantization("dynamic", "onnxruntime", monitor="val/accuracy", max_drop=0.05, seconds=0.02)
     with caplog.at_level(logging.INFO):

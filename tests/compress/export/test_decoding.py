@@ -170,8 +170,7 @@ def test_layers_that_keep_states_are_refused():
 
 
 @SLOW
-def test_quantized_decoders(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_accel.compress.quantization.form.compile_flat", lambda flat, tensors: flat)
+def test_quantized_decoders(tmp_path, uncompiled):
     model = model_of("llama")
     decoder = CachedDecoder(model, MAX_LENGTH).eval()
     calls = decoder.calls(prompts())

@@ -139,11 +139,12 @@ def test_what_comes_before_and_after_is_in_a_quantized_onnx_file(before, after, 
 
 @pytest.mark.parametrize("largest", [127, 255])
 @pytest.mark.parametrize("vnni", [False, True])
-def test_int8_programs_are_compiled_where_their_products_do_not_overflow(vnni, largest, tmp_path, monkeypatch):
+def test_int8_programs_are_compiled_where_their_products_do_not_overflow(
+    vnni, largest, tmp_path, monkeypatch, uncompiled
+):
     """Sums of two products of uint8 and int8 overflow int16 in compiled kernels of CPUs without VNNI."""
     module, x = nn.Linear(6, 4).eval(), torch.rand(5, 6)
     monkeypatch.setattr(pt2e, "INPUT_LIMIT", largest)
-    monkeypatch.setattr("lightning_accel.compress.quantization.form.compile_flat", lambda flat, tensors: flat)
     form = pt2e.pt2e_static(module, [((x,), {})], find_layers(module))
     export(module, [((x,), {})], tmp_path / "m.pt2", quantized=form)
     compiled = []
@@ -157,8 +158,7 @@ def test_int8_programs_are_compiled_where_their_products_do_not_overflow(vnni, l
 
 
 @pytest.mark.parametrize("make", [pt2e.torchao_dynamic, pt2e.torchao_weight_only])
-def test_weights_of_torchao_are_plain_tensors_in_a_file(make, tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_accel.compress.quantization.form.compile_flat", lambda flat, tensors: flat)
+def test_weights_of_torchao_are_plain_tensors_in_a_file(make, tmp_path, uncompiled):
     module, x = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 3)).eval(), torch.randn(5, 6)
     form = make(module, [((x,), {})], find_layers(module))
     export(module, [((x,), {})], tmp_path / "m.pt2", quantized=form)
@@ -177,8 +177,9 @@ def test_weights_of_torchao_are_plain_tensors_in_a_file(make, tmp_path, monkeypa
     ],
     ids=["for all sizes", "quantized convolution"],
 )
-def test_int8_programs_are_compiled_for_all_sizes_or_for_each(module, x, compilations, tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_accel.compress.quantization.form.compile_flat", lambda flat, tensors: flat)
+def test_int8_programs_are_compiled_for_all_sizes_or_for_each(
+    module, x, compilations, tmp_path, monkeypatch, uncompiled
+):
     form = pt2e.pt2e_static(module.eval(), [((x,), {})], find_layers(module))
     export(module, [((x,), {})], tmp_path / "m.pt2", quantized=form)
     monkeypatch.undo()

@@ -77,11 +77,6 @@ class Recurrent(nn.Module):
         return Scores(self.head(out[:, -1]) + shift["by"], list(state))
 
 
-@pytest.fixture
-def uncompiled(monkeypatch):
-    monkeypatch.setattr("lightning_accel.compress.quantization.form.compile_flat", lambda flat, tensors: flat)
-
-
 def network():
     torch.manual_seed(1)
     module = nn.Sequential(
