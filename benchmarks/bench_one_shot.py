@@ -1,6 +1,7 @@
 """How much worse do language models become when half of their weights go at once, and by which method?
 
-python benchmarks/bench_one_shot.py [--quick] [--device cpu|cuda] [--seeds 0 1 2] [--steps 1500] [--json FILE]
+python benchmarks/bench_one_shot.py [--quick] [--device cpu|cuda] [--seeds 0 1 2] [--steps 1500] [--models Llama]
+    [--json FILE]
 
 A Llama of transformers and a MoELanguageModel train on the bytes that Python carries, and are pruned without further
 training. Perplexity is per byte, of 1,024 windows of the test text; the calibration data are 64 training windows.
@@ -127,6 +128,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--models", nargs="+", default=["Llama", "MoELanguageModel"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     seeds, steps = ([0], 20) if options.quick else (options.seeds, options.steps)
@@ -134,7 +136,7 @@ def main() -> None:
     data.prepare_data()
     data.setup()
     results: dict[str, dict[str, list[dict[str, float]]]] = {}
-    for subject in ("Llama", "MoELanguageModel"):
+    for subject in options.models:
         for seed in seeds:
             for name, row in measure(train(subject, seed, steps, options.device, data), data).items():
                 results.setdefault(subject, {}).setdefault(name, []).append(row)

@@ -40,6 +40,7 @@ def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
     return json.loads(out.splitlines()[-1])
 
 
+@pytest.mark.weekly
 def test_two_processes_that_build_at_the_same_time(expected, tmp_path, compiler):
     results = [finish(process) for process in [start(tmp_path / "cache"), start(tmp_path / "cache")]]
     for result in results:

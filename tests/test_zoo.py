@@ -1,7 +1,7 @@
 """Networks that nobody here wrote, each with each feature: it works, or is refused before training.
 
-The README's table is made of it: ``python -m tests.test_zoo``. One cell in eight is ``slow``, so that each network and
-each feature is in several; all others are ``weekly``.
+The README's table is made of it: ``python -m tests.test_zoo``. About one cell in ten is ``slow``, so that each network
+and each feature is in some; all others are ``weekly``, and so is int8 but for one network of each kind of it.
 """
 
 import copy
@@ -231,7 +231,8 @@ FEATURES: dict[str, Callable[..., None]] = {
     "tune": tuned,
 }
 ALONE = "FSDP2", "pipeline", "tune"  # start processes themselves
-LONG = ("mobilenet", "weight-only"), ("efficientnet", "QAT"), *((name, "tune") for name in ZOO)  # about a minute
+LONG = "QAT", "static", "dynamic", "weight-only", "tune"  # half a minute to two
+SHORT = ("distilbert", "QAT"), ("audio", "static"), ("vae", "dynamic"), ("vae", "weight-only")
 
 NO_PERCEPTRON = r"has no perceptron to replace, .* Put MixtureOfExperts into the network's own code"
 NO_LAYERS = r"Give it a method pipeline_layers\(self\)"
@@ -254,8 +255,12 @@ REFUSED = {
 def cells() -> list[object]:
     """Return all cells; of those of a feature, and of a network, about one in ten is not ``weekly``."""
     slow, weekly = [pytest.mark.slow], [pytest.mark.slow, pytest.mark.weekly]
+
+    def is_slow(i: int, name: str, j: int, feature: str) -> bool:
+        return (name, feature) in SHORT if feature in LONG else (i + 3 * j) % 10 == 0
+
     return [
-        pytest.param(name, feature, marks=weekly if (i + 3 * j) % 10 or (name, feature) in LONG else slow)
+        pytest.param(name, feature, marks=slow if is_slow(i, name, j, feature) else weekly)
         for i, name in enumerate(ZOO)
         for j, feature in enumerate(FEATURES)
     ]
@@ -288,8 +293,9 @@ def check_feature(rank: int, name: str, feature: str, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "feature"),
-    list(zip(["bert", "llama", "vit", "t5", "convnext", "gpt2", "gat", "swin", "unet", "seq2seq", "qwen3"],
-             [feature for feature in FEATURES if feature not in ALONE], strict=True)),
+    [pytest.param(name, feature, marks=[pytest.mark.weekly] if feature in LONG else [])
+     for name, feature in zip(["bert", "llama", "vit", "t5", "convnext", "gpt2", "gat", "swin", "unet", "seq2seq",
+                               "qwen3"], [one for one in FEATURES if one not in ALONE], strict=True)],
 )  # fmt: skip
 def test_features_in_two_processes(name, feature, tmp_path):
     run_ranks(check_feature, name, feature, tmp_path)

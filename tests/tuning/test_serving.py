@@ -223,6 +223,7 @@ def test_loaders_of_the_module_are_found():
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_latency_of_a_function_is_tuned_for_real(tmp_path, command, run_folder):
     """Which changes win depends on the machine; on one that is busy, none may."""
     outcome = tune(foreign_run.serves, 60, tmp_path / "tuned", "latency")
