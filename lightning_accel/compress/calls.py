@@ -56,6 +56,28 @@ def smallest_call(module: nn.Module, inputs: Inputs) -> Inputs:
     return one
 
 
+def shorter_call(run: Run, call: Inputs) -> Inputs | None:
+    """Return ``call`` with shorter token sequences, integers (B, T); None if there are none or ``run`` fails on it."""
+    tensors = [value for value in tree_flatten(call)[0] if isinstance(value, torch.Tensor)]
+    tokens = [value for value in tensors if value.dim() == 2 and not value.is_floating_point()]
+    lengths = {value.shape[1] for value in tokens if value.dtype != torch.bool}
+    if len(lengths) != 1 or (length := lengths.pop()) < 3:
+        return None
+    shorter = max(2, length // 2)
+    whole = num_samples(call)
+    cut: Inputs = tree_map_only(
+        torch.Tensor,
+        lambda value: value[:, :shorter] if value.dim() > 1 and value.shape[:2] == (whole, length) else value,
+        call,
+    )
+    try:
+        with torch.no_grad():
+            run(*cut[0], **cut[1])
+    except Exception:  # it requires one length
+        return None
+    return cut
+
+
 @contextmanager
 def replaced_forward(module: nn.Module, run: Run) -> Iterator[None]:
     """Let calls of ``module`` call ``run`` while open."""

@@ -1,7 +1,7 @@
 """Sizes in the configuration of a transformers model whose parts were removed."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -57,17 +57,26 @@ def update_config_(model: nn.Module) -> None:
     found |= _numbers(model)
     if needed != found:
         name = next(name for name in sorted({**found, **needed}) if found.get(name) != needed.get(name))
-        advice = (
-            "Remove an equal share of every layer: OneShotPruning(structure='width')"
-            if not isinstance(found.get(name), float)
-            else "Keep what this factor depends on, such as the width: OneShotPruning(structure='channel')"
-        )
         raise ValueError(
             f"no {type(config).__name__} describes what is left: with {sizes}, {name} would be {needed.get(name)}; it "
-            f"is {found.get(name)}. {advice}"
+            f"is {found.get(name)}. {_advice(config, sizes, found.get(name))}"
         )
     for name, value in sizes.items():
         setattr(config, name, value)
+
+
+def _advice(config: Any, sizes: Mapping[str, Any], found: Any) -> str:
+    """Return what else to do where ``found``, a shape or a factor, is none that a configuration leads to."""
+    width = next((name for name in _HIDDEN if name in sizes), None)
+    is_narrowed = width is not None and sizes[width] != getattr(config, width)
+    if isinstance(found, float):
+        return "Keep what this factor depends on, such as the width: OneShotPruning(structure='channel')"
+    if is_narrowed:
+        return (
+            "Keep the width: OneShotPruning(structure='channel') or 'block'; lightning_accel.compress.load_pruned "
+            "loads this model as it is"
+        )
+    return "Remove an equal share of every layer: OneShotPruning(structure='width')"
 
 
 def _numbers(model: nn.Module) -> dict[str, Any]:
@@ -93,7 +102,12 @@ def _sizes(model: nn.Module, config: Any, shapes: Mapping[str, list[int]]) -> di
         found[_INNER] = inner
     for names, ending in _OF_EXPERTS.items():
         if (inner := _first(shapes, {ending: -1})) is not None:
-            found[names] = inner
+            # GPT-OSS has (experts, inner, hidden), others (experts, hidden, inner)
+            found[names] = _first(shapes, {ending: -2}) or inner if inner == found.get(_HIDDEN) else inner
+    if hasattr(config, "word_embed_proj_dim"):  # of OPT, whose layers may be wider than its embeddings
+        found["word_embed_proj_dim",] = found[_HIDDEN]
+        found[_HIDDEN] = _first(shapes, {".q_proj.weight": 1}) or found[_HIDDEN]
+    found |= {(name,): len(stack) for name, stack in _stacks(model)}
     if _has_own_head(model, config):
         found["tie_word_embeddings",] = False
     known = [vars(one)[key] for one in model.modules() for key in _HEADS if isinstance(vars(one).get(key), int)]
@@ -104,11 +118,25 @@ def _sizes(model: nn.Module, config: Any, shapes: Mapping[str, list[int]]) -> di
         found |= {_HEADS: queries // size, ("head_dim",): size}
     if keys is not None and size:
         found["num_key_value_heads",] = keys // size
-    return {
+    sizes = {
         next(name for name in names if hasattr(config, name)): value
         for names, value in found.items()
         if any(hasattr(config, name) for name in names)
     }
+    sizes_of_heads = {vars(one)["head_dim"] for one in model.modules() if isinstance(vars(one).get("head_dim"), int)}
+    if not hasattr(config, "head_dim") and len(sizes_of_heads) == 1 and heads:  # of Phi-3, which takes a quotient
+        (size,) = sizes_of_heads
+        hidden = next((sizes[name] for name in _HIDDEN if name in sizes), old_hidden)
+        sizes |= {"head_dim": size} if size * heads != hidden else {}
+    return sizes
+
+
+def _stacks(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
+    """Yield the blocks of encoder and decoder, as of T5, with the name of their number in the configuration."""
+    for side, name in (("encoder", "num_layers"), ("decoder", "num_decoder_layers")):
+        stack = getattr(getattr(model, side, None), "block", None)
+        if isinstance(stack, nn.ModuleList):
+            yield name, stack
 
 
 def _has_own_head(model: Any, config: Any) -> bool:

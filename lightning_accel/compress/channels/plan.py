@@ -326,11 +326,20 @@ def load_pruned(module: Module, checkpoint: str | Path | Mapping[str, Any]) -> M
     found = checkpoint if isinstance(checkpoint, Mapping) else read_checkpoint(checkpoint)
     if "state_dict" not in found:
         raise ValueError(f"the checkpoint holds {', '.join(map(str, found))}; its weights must be in 'state_dict'")
+    weights = {clean_name(name): value for name, value in found["state_dict"].items()}
     for plan in find_plans(found):
         apply_plan_(module, plan)
-    weights = found["state_dict"]
     with uncompiled(module) as plain:  # the run may have been compiled or not
-        plain.load_state_dict({clean_name(name): value for name, value in weights.items()})
+        shapes = {name: value.shape for name, value in plain.state_dict().items() if isinstance(value, Tensor)}
+        there = {name: list(weights[name].shape) if name in weights else "missing" for name in shapes}
+        if other := [name for name, shape in shapes.items() if there[name] != list(shape)]:
+            raise ValueError(
+                f"{type(module).__name__} has other weights than the checkpoint: {other[0]} is "
+                f"{list(shapes[other[0]])}, and {there[other[0]]} there; {len(other)} differ. Give a module of the "
+                "sizes from before that fit. If an earlier fit had pruned it, load both in turn: "
+                "load_pruned(load_pruned(module, first_checkpoint), this_checkpoint)"
+            )
+        plain.load_state_dict(weights)
     return module
 
 

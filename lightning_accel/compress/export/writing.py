@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from lightning_accel import __version__
-from lightning_accel._private.torch import tree_flatten, tree_map_only
-from lightning_accel.compress.calls import Inputs, Run, first_line, first_samples, num_samples
+from lightning_accel._private.torch import tree_flatten
+from lightning_accel.compress.calls import Inputs, Run, first_line, first_samples, num_samples, shorter_call
 from lightning_accel.compress.export.archive import METADATA
 from lightning_accel.compress.export.flat import FromTensors, outputs_of
 from lightning_accel.compress.export.loading import FORMAT_VERSION, load_compressed
@@ -197,7 +197,7 @@ def _trace_call(
     flat.keep(live, example, calls)
     flat.unused = list(unused)
     is_sliced = len(calls) > len(inputs)
-    other = _shorter_call(live, inputs[0]) if dynamic and free_length and quantized is None else None
+    other = shorter_call(live, inputs[0]) if dynamic and free_length and quantized is None else None
     all_calls = calls if other is None else [*calls, other]
     shapes = _dynamic_shapes(flat, all_calls, sliced=is_sliced) if dynamic else None
     if quantized is not None:
@@ -223,27 +223,6 @@ def _trace_call(
 def _onnx_content(quantized: Form | None, format: str) -> bytes | None:
     """Return the bytes of the ONNX file to write, if that is what a form has."""
     return quantized.onnx if quantized is not None and format == "onnx" else None
-
-
-def _shorter_call(live: Run, call: Inputs) -> Inputs | None:
-    """Return ``call`` with shorter token sequences, integers (B, T); None if there are none or it fails with them."""
-    tensors = [value for value in tree_flatten(call)[0] if isinstance(value, Tensor)]
-    tokens = [value for value in tensors if value.dim() == 2 and not value.is_floating_point()]
-    lengths = {value.shape[1] for value in tokens if value.dtype != torch.bool}
-    if len(lengths) != 1 or (length := lengths.pop()) < 3:
-        return None
-    shorter = max(2, length // 2)
-    whole = num_samples(call)
-    cut: Inputs = tree_map_only(
-        Tensor,
-        lambda value: value[:, :shorter] if value.dim() > 1 and value.shape[:2] == (whole, length) else value,
-        call,
-    )
-    try:
-        outputs_of(live, cut)
-    except Exception:  # the module requires one length
-        return None
-    return cut
 
 
 def _unused_arguments(program: ExportedProgram, flat: FromTensors, live: Run, inputs: Sequence[Inputs]) -> list[str]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel._private.torch import has_vnni
-from lightning_accel.compress.calls import Inputs, first_line, first_samples, num_samples
+from lightning_accel.compress.calls import Inputs, first_line, first_samples, num_samples, shorter_call
 from lightning_accel.compress.export.loading import onnx_session
 from lightning_accel.compress.export.onnx import save_onnx, to_onnx
 from lightning_accel.compress.export.structure import Flat, Structure, bind, named_tensors, tensors_of
@@ -281,23 +281,29 @@ def write_float(
     make_experts_dense_(module)
     structure = Structure.of(module, inputs[0])
     flat, whole = Flat(module, structure), tuple(tensors_of(inputs[0]))
-    tries = [(whole, True), (whole, False)]
+    dims = _dynamic_dims(inputs)
+    tries: list[tuple[tuple[Tensor, ...], Any]] = [(whole, dims), (whole, None)]
     with suppress(ValueError):  # no tensor has a dimension
         if num_samples(inputs[0]) == 1:  # sizes of 1 would be fixed in the file
-            tries.insert(0, (tuple(tensors_of(first_samples(inputs[0], 2))), True))
+            tries.insert(0, (tuple(tensors_of(first_samples(inputs[0], 2))), dims))
+    if (shorter := shorter_call(module, inputs[0])) is not None:  # validation may have texts of other lengths
+        tries = [(tensors, _dynamic_dims([*inputs, shorter])) for tensors, of in tries if of] + tries
     arguments = named_tensors(bind(module.forward, *inputs[0]), others=[])
     names = [f"{name.replace('.', '_')}__{place}" for place, name in enumerate(arguments)]
-    dims = tuple(dict.fromkeys(one, torch.export.Dim.DYNAMIC) for one in dynamic_shapes(inputs))
-    for tensors, is_dynamic in tries:
+    for tensors, shapes in tries:
         try:
             with torch.no_grad(), suppress_output():
-                program = to_onnx(trace(flat, tensors, (dims,) if is_dynamic else None), names)
+                program = to_onnx(trace(flat, tensors, shapes), names)
             break
         except Exception as error:
             failure = error
     else:
         raise CannotConvertError(f"torch.onnx cannot export it: {first_line(failure)}") from failure
     return structure, dtypes, save_onnx(program, path)
+
+
+def _dynamic_dims(inputs: Sequence[Inputs]) -> tuple[tuple[dict[int, Any], ...]]:
+    return (tuple(dict.fromkeys(one, torch.export.Dim.DYNAMIC) for one in dynamic_shapes(inputs)),)
 
 
 def require_onnxruntime() -> None:

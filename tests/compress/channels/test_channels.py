@@ -468,6 +468,13 @@ def test_a_file_without_pickle_makes_the_smaller_module():
     torch.testing.assert_close(loaded.eval()(IMAGES), module.eval()(IMAGES), rtol=0, atol=0)
     with pytest.raises(ValueError, match="must be in 'state_dict'"):
         load_pruned(classifier(), {"weights": {}})
+    later = {"state_dict": module.state_dict()}  # of a fit that began with the smaller module
+    with pytest.raises(ValueError, match=r"other weights than the checkpoint: .* load both in turn"):
+        load_pruned(classifier(), later)
+    with pytest.raises(ValueError, match=r"and missing there; 1 differ"):
+        load_pruned(nn.Linear(3, 2), {"state_dict": {"weight": torch.ones(2, 3)}})
+    again = load_pruned(load_pruned(classifier(), {"channel_plan": plan.state_dict(), **later}), later)
+    torch.testing.assert_close(again.eval()(IMAGES), module(IMAGES), rtol=0, atol=0)
 
 
 def test_shared_parameters_stay_shared():

@@ -77,6 +77,69 @@ def test_width(name, tmp_path):
     assert_read_back(module.model, batch, tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("embedding", [16, 24])
+def test_width_of_opt(embedding, tmp_path):
+    config = transformers.OPTConfig(
+        vocab_size=50, hidden_size=16, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4,
+        word_embed_proj_dim=embedding, max_position_embeddings=20,
+    )  # fmt: skip
+    model, tokens = transformers.OPTForCausalLM(config).eval(), torch.randint(2, 50, (2, 7))
+    narrow_(model, {"input_ids": tokens})
+    update_config_(model)
+    assert (config.hidden_size, config.word_embed_proj_dim) == (8, embedding // 2)
+    assert_read_back(model, {"input_ids": tokens}, tmp_path)
+
+
+@pytest.mark.slow
+def test_width_of_phi3_keeps_the_size_of_heads(tmp_path):
+    model = transformers.Phi3ForCausalLM(transformers.Phi3Config(**SIZES)).eval()
+    update_config_(model)
+    assert not hasattr(model.config, "head_dim")
+    tokens = torch.randint(2, 50, (2, 7))
+    narrow_(model, {"input_ids": tokens})
+    update_config_(model)
+    assert (model.config.hidden_size, model.config.head_dim) == (8, 4)
+    assert_read_back(model, {"input_ids": tokens}, tmp_path)
+
+
+@pytest.mark.slow
+def test_experts_of_gpt_oss(tmp_path):
+    config = transformers.GptOssConfig(**SIZES, head_dim=8, num_local_experts=4, num_experts_per_tok=2)
+    model, tokens = transformers.GptOssForCausalLM(config).eval(), torch.randint(2, 50, (2, 7))
+    apply_plan_(model, plan_without_experts(model, [((tokens,), {})], 0.5)[0])
+    update_config_(model)
+    assert (config.num_local_experts, config.intermediate_size) == (2, 48)
+    assert_read_back(model, {"input_ids": tokens}, tmp_path)
+
+
+@pytest.mark.slow
+def test_blocks_of_encoder_and_decoder(tmp_path):
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=50, d_model=16, d_kv=4, d_ff=48, num_layers=3, num_decoder_layers=4, num_heads=4,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    model, tokens = transformers.T5ForConditionalGeneration(config).eval(), torch.randint(2, 50, (2, 7))
+    batch = {"input_ids": tokens, "labels": tokens}
+    apply_plan_(model, plan_without_blocks(model, [((), batch)], 0.6)[0])
+    update_config_(model)
+    assert (config.num_layers, config.num_decoder_layers) == (len(model.encoder.block), len(model.decoder.block))
+    assert config.num_layers < 3
+    assert config.num_decoder_layers < 4
+    model.save_pretrained(tmp_path)
+    again = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(again(**batch).logits, model(**batch).logits, rtol=0, atol=0)
+
+
+def test_advice_is_not_what_was_done():
+    config = transformers.BloomConfig(vocab_size=50, hidden_size=16, n_layer=2, n_head=4)
+    model, tokens = transformers.BloomForCausalLM(config).eval(), torch.randint(2, 50, (2, 7))
+    narrow_(model, {"input_ids": tokens})
+    with pytest.raises(ValueError, match=r"no BloomConfig describes what is left: .*Keep the width: OneShotPruning"):
+        update_config_(model)
+
+
 def test_widths_of_experts_beside_others(tmp_path):
     config = transformers.Qwen2MoeConfig(
         **SIZES, moe_intermediate_size=32, shared_expert_intermediate_size=24, num_experts=4, mlp_only_layers=[1]

@@ -303,6 +303,30 @@ def test_weights_beside_the_file_change_nothing(monkeypatch):
     assert abs(len(whole.onnx) - len(split.onnx)) < 1000
 
 
+class OfTenTokens(Tied):
+    def forward(self, tokens):
+        assert tokens.shape[1] == 10
+        return super().forward(tokens)
+
+
+@pytest.mark.parametrize("num_texts", [5, 1])
+def test_texts_of_one_length_make_a_form_for_others(num_texts):
+    pytest.importorskip("onnxruntime")
+    module = Tied().eval()
+    form = onnx_float(module, [((torch.randint(0, 90, (num_texts, 7)),), {})], find_layers(module))
+    for shape in ((num_texts, 7), (3, 4), (2, 11)):
+        tokens = torch.randint(0, 90, shape)
+        torch.testing.assert_close(form.run(tokens), module(tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_modules_of_one_length_keep_their_rows_free():
+    pytest.importorskip("onnxruntime")
+    module = OfTenTokens().eval()
+    form = onnx_float(module, [((torch.randint(0, 90, (5, 10)),), {})], find_layers(module))
+    tokens = torch.randint(0, 90, (3, 10))
+    torch.testing.assert_close(form.run(tokens), module(tokens), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.slow
 def test_forms_of_models_above_the_size_of_a_file(monkeypatch, tmp_path):
     pytest.importorskip("onnxruntime")
