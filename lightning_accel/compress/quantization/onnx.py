@@ -20,7 +20,7 @@ from lightning_accel.compress.export.loading import onnx_session
 from lightning_accel.compress.export.onnx import save_onnx, to_onnx
 from lightning_accel.compress.export.structure import Flat, Structure, bind, named_tensors, tensors_of
 from lightning_accel.compress.quantization.form import CannotConvertError, Form
-from lightning_accel.compress.quantization.inputs import dynamic_shapes
+from lightning_accel.compress.quantization.inputs import dynamic_shapes, noise_share
 from lightning_accel.compress.quantization.layers import Layers
 from lightning_accel.compress.quantization.pt2e import Ranges
 from lightning_accel.compress.quiet import suppress_output
@@ -282,24 +282,34 @@ def write_float(
     structure = Structure.of(module, inputs[0])
     flat, whole = Flat(module, structure), tuple(tensors_of(inputs[0]))
     dims = _dynamic_dims(inputs)
-    tries: list[tuple[tuple[Tensor, ...], Any]] = [(whole, dims), (whole, None)]
+    tries: list[tuple[tuple[Tensor, ...], Any, Inputs | None]] = [(whole, dims, None), (whole, None, None)]
     with suppress(ValueError):  # no tensor has a dimension
         if num_samples(inputs[0]) == 1:  # sizes of 1 would be fixed in the file
-            tries.insert(0, (tuple(tensors_of(first_samples(inputs[0], 2))), dims))
+            tries.insert(0, (tuple(tensors_of(first_samples(inputs[0], 2))), dims, None))
     if (shorter := shorter_call(module, inputs[0])) is not None:  # validation may have texts of other lengths
-        tries = [(tensors, _dynamic_dims([*inputs, shorter])) for tensors, of in tries if of] + tries
+        free = _dynamic_dims([*inputs, shorter])
+        tries = [(tensors, free, shorter) for tensors, shapes, _ in tries if shapes is not None] + tries
     arguments = named_tensors(bind(module.forward, *inputs[0]), others=[])
     names = [f"{name.replace('.', '_')}__{place}" for place, name in enumerate(arguments)]
-    for tensors, shapes in tries:
+    for tensors, shapes, other in tries:
         try:
             with torch.no_grad(), suppress_output():
-                program = to_onnx(trace(flat, tensors, shapes), names)
+                traced = trace(flat, tensors, shapes)
+                if other is not None:
+                    _require_equal(traced, flat, tensors_of(other))
+                program = to_onnx(traced, names)
             break
         except Exception as error:
             failure = error
     else:
         raise CannotConvertError(f"torch.onnx cannot export it: {first_line(failure)}") from failure
     return structure, dtypes, save_onnx(program, path)
+
+
+def _require_equal(program: torch.export.ExportedProgram, flat: Flat, tensors: Sequence[Tensor]) -> None:
+    """Raise if a program gives something else than what it was traced from, as where that branches on a size."""
+    if noise_share(flat(*tensors), program.module()(*tensors)) > 1e-6:
+        raise CannotConvertError("its graph gives something else for texts of another length")
 
 
 def _dynamic_dims(inputs: Sequence[Inputs]) -> tuple[tuple[dict[int, Any], ...]]:

@@ -309,6 +309,11 @@ class OfTenTokens(Tied):
         return super().forward(tokens)
 
 
+class Branching(Tied):
+    def forward(self, tokens):
+        return super().forward(tokens) * (2 if tokens.shape[1] > 6 else 1)
+
+
 @pytest.mark.parametrize("num_texts", [5, 1])
 def test_texts_of_one_length_make_a_form_for_others(num_texts):
     pytest.importorskip("onnxruntime")
@@ -319,12 +324,15 @@ def test_texts_of_one_length_make_a_form_for_others(num_texts):
         torch.testing.assert_close(form.run(tokens), module(tokens), rtol=1e-5, atol=1e-5)
 
 
-def test_modules_of_one_length_keep_their_rows_free():
+@pytest.mark.parametrize("kind", [OfTenTokens, Branching])
+def test_modules_of_one_length_keep_their_rows_free(kind):
     pytest.importorskip("onnxruntime")
-    module = OfTenTokens().eval()
+    module = kind().eval()
     form = onnx_float(module, [((torch.randint(0, 90, (5, 10)),), {})], find_layers(module))
     tokens = torch.randint(0, 90, (3, 10))
     torch.testing.assert_close(form.run(tokens), module(tokens), rtol=1e-5, atol=1e-5)
+    with pytest.raises(Exception, match="invalid dimensions"):  # ONNX Runtime's, of no public class
+        form.run(tokens[:, :5])
 
 
 @pytest.mark.slow
