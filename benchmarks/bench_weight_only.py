@@ -1,7 +1,7 @@
 """How fast, small and good is a language model whose weights have 8 or 4 bits, beside what is made by hand?
 
 python benchmarks/bench_weight_only.py [--quick] [--seeds 0 1 2] [--steps 1500] [--width 1024 --layers 12]
-    [--no_float_file] [--json FILE]
+    [--forms int4 "int4 by hand"] [--json FILE]
 
 A small Llama of transformers, trained on the bytes that Python carries, gives the perplexity, per byte of 1,024 windows
 of the test text; 64 training windows calibrate. A Llama of random weights (width, layers), gives the speed: tokens a
@@ -19,7 +19,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -73,11 +73,20 @@ def by_hand(module: nn.Module, inputs: list[Inputs], layers: Layers, bits: int) 
     return Form(name, OnnxCall(content, files.structure, files.dtypes), onnx=content, file_bytes=len(content))
 
 
-def forms(module: nn.Module, inputs: list[Inputs], with_float: bool = True) -> list[Form]:
+MAKERS = {
+    "int8 by hand": partial(by_hand, bits=8),
+    "int4 by hand": partial(by_hand, bits=4),
+    "int8": onnx_int8,
+    "int4": onnx_int4,
+    "fp32": onnx_float,
+}
+TORCHAO = "int8 torchao"
+
+
+def forms(module: nn.Module, inputs: list[Inputs], wanted: Sequence[str] = tuple(MAKERS)) -> list[Form]:
     layers = find_layers(module)
     made = [Form("fp32 eager", module, file_bytes=saved_bytes(module))]
-    makers = (partial(by_hand, bits=8), partial(by_hand, bits=4), onnx_int8, onnx_int4, onnx_float)
-    for make in makers if with_float else makers[:-1]:
+    for make in (make for name, make in MAKERS.items() if name in wanted):
         start = time.perf_counter()
         made.append(make(module, inputs, layers))
         print(f"{made[-1].name}: made in {time.perf_counter() - start:.0f} s", flush=True)
@@ -142,24 +151,21 @@ def memory(decoder: nn.Module, form: Form, calls: list[Inputs]) -> int | None:
 
 
 @torch.no_grad()
-def speed(width: int, layers: int, seconds: float, with_float: bool) -> dict[str, dict[str, float | None]]:
+def speed(width: int, layers: int, seconds: float, wanted: Sequence[str]) -> dict[str, dict[str, float | None]]:
     decoder = CachedDecoder(random_llama(width, layers), 2 * PROMPT).eval()
     calls = decoder.calls(torch.randint(0, 32_000, (1, PROMPT)))
-    torchao = Form("int8 by hand, torchao, bf16", torchao_by_hand(decoder))  # first: it takes a second float copy
-    made = [*forms(decoder, calls, with_float), torchao]
+    others = [Form("int8 by hand, torchao, bf16", torchao_by_hand(decoder))] if TORCHAO in wanted else []
+    made = [*forms(decoder, calls, wanted), *others]
     prompt, following = (
         measure_latency({form.name: partial(form.run, *args) for form in made}, seconds) for args, _ in calls
     )
     made[0].program = export(decoder, calls)
-    return {
-        form.name: {
-            "prompt": 1e3 * PROMPT / prompt[form.name].p50_ms,
-            "next": 1e3 / following[form.name].p50_ms,
-            "bytes": form.file_bytes,
-            "memory": memory(decoder, form, calls),
-        }
-        for form in made
-    }
+    found = {}
+    for form in made:
+        rates = {"prompt": 1e3 * PROMPT / prompt[form.name].p50_ms, "next": 1e3 / following[form.name].p50_ms}
+        print(f"{form.name}: {rates['prompt']:.1f} tokens/s of a prompt, {rates['next']:.2f} next", flush=True)
+        found[form.name] = rates | {"bytes": form.file_bytes}
+    return {form.name: found[form.name] | {"memory": memory(decoder, form, calls)} for form in made}
 
 
 def main() -> None:
@@ -171,7 +177,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--no_float_file", action="store_true", help="spare the memory of float32 in ONNX Runtime")
+    parser.add_argument(
+        "--forms", nargs="+", choices=[*MAKERS, TORCHAO], default=[*MAKERS, TORCHAO], help="of the speed"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -184,7 +192,7 @@ def main() -> None:
     print("\n| form | perplexity, mean | of each seed |\n|---|---:|---|")
     for name, values in perplexities.items():
         print(f"| {name} | {statistics.mean(values):.4f} | {', '.join(f'{one:.4f}' for one in values)} |", flush=True)
-    speeds = speed(*size, 0.5 if options.quick else 20, not options.no_float_file)
+    speeds = speed(*size, 0.5 if options.quick else 20, options.forms)
     print(f"\nLlama of width {size[0]}, {size[1]} layers")
     print("| form | tokens/s, prompt | tokens/s, next | file, MB | memory, MB |\n|---|---:|---:|---:|---:|")
     for name, row in speeds.items():

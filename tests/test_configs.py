@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 from torch.utils._pytree import tree_leaves
 
 from lightning_accel import DigitsDataModule
@@ -58,6 +59,24 @@ def test_moe_lm_reaches_what_it_promises(command, run_folder):
     predictions = pd.read_csv(run_folder / "runs/moe_lm/version_1/predictions.csv")
     assert predictions["prompt"].tolist() == ["The ", "def __init__("]
     assert predictions["text"].str.len().min() > 50
+
+
+@pytest.mark.slow
+@pytest.mark.weekly
+def test_compress_lm_leaves_a_small_file_that_generates(command, run_folder):
+    path = next(path for path in CONFIGS if path.stem == "compress_lm")
+    result = command("fit", "--config", path)
+    assert result.status == 0, result.err
+    folder = run_folder / "runs/compress_lm/version_0"
+    perplexities = pd.read_csv(folder / "metrics.csv").set_index("step")["val/perplexity"].dropna()
+    assert perplexities.iloc[-1] < 5.5
+    rows = {row["name"]: row for row in json.loads((folder / "figures/decoding.json").read_text())["rows"]}
+    (picked,) = (row for row in rows.values() if row["status"] == "picked")
+    assert picked["name"].startswith(("int4", "int8"))
+    assert picked["metrics"]["perplexity"] < rows["fp32 eager"]["metrics"]["perplexity"] + 0.05
+    assert picked["file_bytes"] < 0.4 * rows["fp32 eager"]["file_bytes"]
+    text = load_compressed(folder / "model.onnx").generate(torch.tensor([list(b"import ")]), max_new_tokens=8)
+    assert text.shape == (1, 15)
 
 
 @pytest.mark.slow

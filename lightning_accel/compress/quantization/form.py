@@ -91,7 +91,8 @@ class Compiled:
             if others:  # what else is in them may differ from call to call
                 return self.module(*args, **kwargs)
             key = str(describe((args, kwargs)))
-        key = (key, *((one.shape, one.dtype) for one in tensors))
+        tensors = [one if _is_dense(one) else one.contiguous() for one in tensors]  # strides are compiled in
+        key = (key, *((one.shape, one.dtype, one.is_contiguous()) for one in tensors))
         # Tensors of inference mode would need a second compilation
         with torch.inference_mode(False), torch.no_grad():
             if key not in self._compiled:
@@ -105,6 +106,10 @@ class Compiled:
         structure = Structure.of(self.module, inputs)
         with suppress_output():
             return compile_flat(Flat(self.module, structure), [one.clone() for one in tensors_of(inputs)]), structure
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
 
 
 def compile_flat(flat: Flat, tensors: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:

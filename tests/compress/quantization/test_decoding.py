@@ -14,7 +14,7 @@ from lightning_accel.compress.report.progress import Progress
 from lightning_accel.models import MoELanguageModel
 
 FAST, SLOW, STATIC = "int8 torchao weight-only", "int8 torchao dynamic", "int8 PT2E static"
-SLEPT = 0.02
+SLEPT = 0.05
 SENSITIVE = "sensitive: 0.2 of the output is error"
 LEFT_FLOAT = {FAST: {}, SLOW: {"model.head": SENSITIVE}}
 
@@ -87,8 +87,8 @@ def test_forms_are_picked_by_next_tokens_and_the_faster_one_at_prompts_is_noted(
     }  # fmt: skip
     assert [list(row.latencies) for row in rows.values()] == [[2, 1]] * 3 + [[]]  # single texts decide
     for name, of_prompt, of_step in ((FAST, True, False), (SLOW, False, True)):
-        assert all((one.p50_ms > 1e3 * SLEPT) == of_prompt for one in rows[name].prompts.values())
-        assert all((one.p50_ms > 1e3 * SLEPT) == of_step for one in rows[name].latencies.values())
+        assert all((min(one.rounds_ms) > 1e3 * SLEPT) == of_prompt for one in rows[name].prompts.values())
+        assert all((min(one.rounds_ms) > 1e3 * SLEPT) == of_step for one in rows[name].latencies.values())
     assert f"{SLOW} is " in rows[FAST].note
     assert " as fast at prompts, at batch 1" in rows[FAST].note
     assert "faster at" not in rows[SLOW].note

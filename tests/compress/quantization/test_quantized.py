@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_accel.compress.quantization import pt2e as quant_torch
 from lightning_accel.compress.quantization.fake_quant import attach, detach
-from lightning_accel.compress.quantization.form import CannotConvertError, Form, suppress_output
+from lightning_accel.compress.quantization.form import CannotConvertError, Compiled, Form, suppress_output
 from lightning_accel.compress.quantization.layers import find_layers, weight_scale
 from lightning_accel.compress.quantization.onnx import (
     onnx_dynamic,
@@ -518,3 +518,17 @@ def test_a_form_without_a_file_says_why(monkeypatch):
     report = quantize(nn.Linear(3, 2).eval(), [((torch.randn(5, 3),), {})], backend="inductor", seconds=0.01).report
     notes = [row.note for row in report.rows if row.name == "fp32 compiled"]
     assert notes == ["no file: RuntimeError: its sizes are odd"]
+
+
+@pytest.mark.slow
+def test_compiled_forms_take_slices():
+    """Validation calls a language model with all but the last token."""
+    module, x = nn.Linear(3, 2).eval(), torch.randn(5, 4)
+    run = Compiled(module)
+    for taken in (x[:, :3], x[:, 1:].contiguous(), torch.randn(3, 5).t()):
+        torch.testing.assert_close(run(taken), module(taken))
+    assert len(run._compiled) == 1
+    module, image = nn.Conv2d(2, 3, 1).eval(), torch.randn(2, 2, 4, 4)
+    run = Compiled(module)
+    for taken in (image, image.to(memory_format=torch.channels_last), image[:, :, 1:]):
+        torch.testing.assert_close(run(taken), module(taken))
