@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_accel._private.torch import ConvBase, ConvTransposeBase, NormBase
@@ -330,7 +331,8 @@ def load_pruned(module: Module, checkpoint: str | Path | Mapping[str, Any]) -> M
     for plan in find_plans(found):
         apply_plan_(module, plan)
     with uncompiled(module) as plain:  # the run may have been compiled or not
-        shapes = {name: value.shape for name, value in plain.state_dict().items() if isinstance(value, Tensor)}
+        tensors = {name: value for name, value in plain.state_dict().items() if isinstance(value, Tensor)}
+        shapes = {name: value.shape for name, value in tensors.items() if not is_lazy(value)}
         there = {name: list(weights[name].shape) if name in weights else "missing" for name in shapes}
         if other := [name for name, shape in shapes.items() if there[name] != list(shape)]:
             raise ValueError(
