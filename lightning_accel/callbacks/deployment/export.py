@@ -168,8 +168,6 @@ class Export(L.Callback):
             if self.max_length is not None and not isinstance(deployed.module, L.LightningModule):
                 parts = []  # of a language model, none is one
             hint = f". Export(module={prefix + parts[0]!r}) would export the part with most parameters" if parts else ""
-            if hint and self.max_length is not None:
-                hint = f". If {prefix + parts[0]} is the language model, name it: Export(module={prefix + parts[0]!r})"
             raise type(error)(f"Export would fail at the end of the run: {error}{hint}") from error
         fixed = [one["name"] for one in specs if one["dtype"].startswith("int") and _is_fixed_length(one["shape"])]
         if fixed and self.dynamic:
