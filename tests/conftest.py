@@ -32,6 +32,8 @@ def pytest_configure(config):
     import lightning.pytorch  # noqa: F401  # its log handler keeps the stderr of its import, which capsys would close
     import torch
 
+    # Once for all: the option log_level sets it six times for each test, which empties the caches of all loggers.
+    logging.getLogger().setLevel("INFO")
     # One by default: threads that share their cores with another program wait for each other most of the time.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
@@ -137,9 +139,30 @@ def compiler() -> None:
 
 
 @pytest.fixture
-def uncompiled(monkeypatch) -> None:
-    """Leave the compiled forms of a model eager, where a test is of other forms."""
-    monkeypatch.setattr("lightning_accel.compress.quantization.form.compile_flat", lambda flat, tensors: flat)
+def eager(request):
+    """Leave functions that others compile at import eager, but in slow tests: bitsandbytes' 4 bits take 12 s else."""
+    import torch
+
+    with torch.compiler.set_stance("default" if request.node.get_closest_marker("slow") else "force_eager"):
+        yield
+
+
+@pytest.fixture
+def uncompiled(request, monkeypatch) -> None:
+    """Leave the compiled forms of a model eager, but in weekly tests, where a test is of other forms."""
+    if not request.node.get_closest_marker("weekly"):
+        monkeypatch.setattr("lightning_accel.compress.quantization.form.compile_flat", lambda flat, tensors: flat)
+
+
+@pytest.fixture
+def small_rates(monkeypatch) -> None:
+    """Rates of the machine are measured on small matrices, buffers and files."""
+    from lightning_accel.measure import rates
+
+    monkeypatch.setattr(rates, "_SIZES", (64, 128))
+    monkeypatch.setattr(rates, "_MIN_BYTES", 2**20)
+    monkeypatch.setattr(rates, "_MAX_BYTES", 2**20)
+    monkeypatch.setattr(rates, "_DISK_BYTES", 2**22)
 
 
 @pytest.fixture

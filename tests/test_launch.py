@@ -145,7 +145,8 @@ def test_a_killed_rank_is_started_again_and_goes_on(folder, whole, rank):
     assert steps == set(range(STEPS))
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.weekly)])
+@pytest.mark.weekly
+@pytest.mark.parametrize("rank", [0, 1])
 def test_sigterm_of_one_rank_saves_and_ends_all(folder, whole, rank):
     launcher = torchrun(folder, "--ckpt_path=auto", "--model.pause=0.1")
     os.kill(wait_for_step(folder, 7, rank), signal.SIGTERM)
@@ -160,6 +161,7 @@ def test_sigterm_of_one_rank_saves_and_ends_all(folder, whole, rank):
     assert_equal_ends(end_of(folder), whole)
 
 
+@pytest.mark.weekly
 def test_sigterm_of_the_launcher_saves(folder):
     launcher = torchrun(folder, "--ckpt_path=auto", "--model.pause=0.1")
     wait_for_step(folder, 7)

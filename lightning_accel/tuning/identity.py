@@ -7,6 +7,7 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -100,8 +101,13 @@ def imported_code() -> dict[str, list[str]]:
 
 def distributions_of(packages: Iterable[str]) -> list[str]:
     """Return the names under which packages are installed."""
-    installed = metadata.packages_distributions()
+    installed = _installed()
     return sorted({name for package in packages for name in installed.get(package, ())})
+
+
+@cache
+def _installed() -> Mapping[str, list[str]]:
+    return metadata.packages_distributions()  # it reads a file of each distribution, which takes half a second
 
 
 def state_of(files: Iterable[str], distributions: Iterable[str]) -> dict[str, dict[str, str | None]]:

@@ -34,8 +34,8 @@ def fit(folder, order):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("order", [1, -1])
-def test_one_fit_does_all(tmp_path, order):
+@pytest.mark.parametrize("order", [1, pytest.param(-1, marks=pytest.mark.weekly)])
+def test_one_fit_does_all(tmp_path, order, uncompiled):
     module, trainer, quantization, stopping = fit(tmp_path, order)
     half = trainer.max_epochs * trainer.num_training_batches // 2
     assert stopping.best_step > half, "the best weights are of the last phase"

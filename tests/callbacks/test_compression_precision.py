@@ -50,7 +50,7 @@ class Plain(L.LightningModule):
     ],
     ids=["channels", "int8", "report"],
 )
-def test_files_and_reports_are_of_float32(callbacks, options, dtype, tmp_path):
+def test_files_and_reports_are_of_float32(callbacks, options, dtype, tmp_path, uncompiled):
     module, export = Plain(), Export(compare=False)
     trainer = L.Trainer(
         accelerator="cpu", max_epochs=4, logger=False, enable_checkpointing=False, enable_progress_bar=False,

@@ -14,9 +14,8 @@ from tests.planted import use_clock
 
 
 @pytest.fixture
-def quick(monkeypatch):
+def quick(small_rates, monkeypatch):
     """Rates measured in no time, without other processes."""
-    monkeypatch.setattr(rates, "_DISK_BYTES", 2**22)
     monkeypatch.setattr(rates, "measure_collective", lambda *_: Collective("gloo", 2, 1.5e9, 80e-6))
     monkeypatch.setattr(rates.measure_rates, "__kwdefaults__", {"seconds": 0.001, "repeats": 1, "device": None})
 

@@ -154,6 +154,7 @@ def test_goes_on_from_the_newest_that_is_not_damaged(command, finished, how):
     assert find_damage(finished / "epoch=2-step=12.ckpt") == ""
 
 
+@pytest.mark.slow
 def test_a_sharded_folder_runs_no_code(command, finished, run_folder):
     marker, folder = run_folder / "MARKER", finished / "newest.ckpt"
     named = f"--ckpt_path={folder}"

@@ -18,6 +18,7 @@ def lines_of(out):
     return [shlex.split(line)[1:] for line in out.splitlines() if line.strip().startswith("lightning-accel ")]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own")
 def test_what_to_type_next_works_as_it_is(command, run_folder):
     done = command("fit", *FIT, *KEEPER)

@@ -65,6 +65,7 @@ def test_own_subclass_of_ours_trains(command, run_folder):
     assert "test/accuracy" in result.out
 
 
+@pytest.mark.slow
 def test_optimizer_and_scheduler_from_the_command_line(command, run_folder):
     schedule = ["--lr_scheduler=ExponentialLR", "--lr_scheduler.gamma=0.5"]
     sgd = ["--optimizer=SGD", "--optimizer.lr=1.0", *schedule, "--trainer.max_epochs=2"]
@@ -259,6 +260,7 @@ def test_best_is_of_the_model_that_is_asked_for(command):
     assert re.search(r"no checkpoint of OwnModule under \S+; those there are of MoEClassifier, Classifier", result.err)
 
 
+@pytest.mark.slow
 def test_best_of_several_weights_is_not_guessed(command):
     keeper = KEEPER % "monitor: val/loss, save_top_k: 3, save_weights_only: true"
     assert command("fit", *QUIET, *DIGITS, *DIVERGING, keeper).status == 0
@@ -267,6 +269,7 @@ def test_best_of_several_weights_is_not_guessed(command):
     assert re.search(r"the 3 files in \S+ do not say which is the best", result.err)
 
 
+@pytest.mark.slow
 def test_the_model_is_the_config_s_and_where_it_has_none_the_checkpoint_s(command, run_folder):
     five = [*DIGITS, "--model.experts.num_experts=5"]
     assert command("fit", *QUIET, *five, "--trainer.max_epochs=1").status == 0

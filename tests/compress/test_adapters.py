@@ -19,6 +19,7 @@ from tests.tolerance import CLOSE
 
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
+pytestmark = pytest.mark.usefixtures("eager")
 
 
 def net(dtype=torch.float64):

@@ -71,6 +71,7 @@ def outcomes():
         reader.join()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_file_takes_more_memory_than_it_may_ask_for():
     """Each asks for gigabytes; the process has room for one."""

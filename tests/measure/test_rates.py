@@ -35,11 +35,10 @@ def test_the_best_time_is_that_of_the_call_nothing_disturbed(monkeypatch):
     assert rates._best_time(lambda: clock.sleep(next(delays)), 0.0, 3, CPU) == pytest.approx(0.02, rel=0.01)
 
 
-def test_what_cannot_be_measured_is_told_and_the_rest_is_measured(monkeypatch, tmp_path):
+def test_what_cannot_be_measured_is_told_and_the_rest_is_measured(small_rates, monkeypatch, tmp_path):
     def fail(*_):
         raise RuntimeError("no network\nat all")
 
-    monkeypatch.setattr(rates, "_DISK_BYTES", 2**22)
     monkeypatch.setattr(rates, "measure_collective", fail)
     before = torch.backends.cuda.matmul.allow_tf32
     found = measure_rates(tmp_path, seconds=0.001, repeats=1, device=CPU)

@@ -349,6 +349,7 @@ def test_micro_batches_train_the_model_of_whole_batches():
     torch.testing.assert_close(trained(batch_size=1, micro_batches=4), trained())
 
 
+@pytest.mark.slow
 def test_gate_of_a_config_is_in_the_checkpoint(command, run_folder):
     gate = ["--model.gate=TopKGate", "--model.gate.score=sigmoid", "--model.gate.bias_update_rate=0.01"]
     options = ["--model=MoEClassifier", "--model.dim=8", "--model.experts.hidden_dim=8", "--data=DigitsDataModule"]

@@ -172,6 +172,7 @@ def test_graphs_of_a_batch_get_what_they_get_alone(marks):
         torch.testing.assert_close(together, alone, msg=lambda text, conv=conv: f"{conv}: {text}")
 
 
+@pytest.mark.slow
 def test_values_are_told_in_their_own_unit():
     graphs = triangles_and_hexagons()
     for one in graphs:
@@ -339,6 +340,7 @@ def test_nodes_of_the_datamodule(options, least):
     assert sum(len(part["class"]) for part in run.predict(model, data)) == 34
 
 
+@pytest.mark.slow
 def test_predictions_tell_the_error_of_samples():
     torch.manual_seed(2)
     data = Batch.from_data_list([graph(TRIANGLES[:, :4]), graph(HEXAGON[:, :3])])

@@ -29,6 +29,7 @@ def world(monkeypatch):
     return one
 
 
+@pytest.mark.slow
 def test_they_are_tried_only_if_they_are_allowed(world, tmp_path):
     outcome = run(tmp_path / "without")
     assert not outcome.chosen

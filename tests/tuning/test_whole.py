@@ -34,6 +34,7 @@ def test_tune_finds_what_fit_takes(command, run_folder):
         assert command("fit", *run, "--config", overlay, "--trainer.fast_dev_run", "true").status == 0
 
 
+@pytest.mark.slow
 def test_fit_takes_an_overlay_after_its_config(command, run_folder, tmp_path):
     """The overlay of any outcome: another machine's, here, which is warned of."""
     found = Measurement(Ratio(1.5, 1.4, 1.6, 8), 5.0, 1.5)

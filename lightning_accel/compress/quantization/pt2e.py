@@ -1,7 +1,8 @@
-"""Forms of a module for torch: compiled float32 and bfloat16, and int8 and float8 by torchao."""
+"""Forms of a module for torch: compiled float32 and bfloat16, and int8, int4 and float8 by torchao."""
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ def compiled_float(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) 
 
 
 _INT8_MULTIPLE = 8  # of the sizes of int8 matrices that torch multiplies on a GPU
+_GROUP_SIZES = (128, 64, 32)  # numbers of int4 weights with one scale, of those that torch's kernel multiplies
 
 
 def compiled_bfloat16(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
@@ -64,7 +66,7 @@ def torchao_dynamic(module: nn.Module, inputs: Sequence[Inputs], layers: Layers)
     }
     chosen = {name: one for name, one in layers.quantized.items() if name not in left}
     layers = layers._replace(quantized=chosen, left_float={**layers.left_float, **left})
-    return _quantize_with_torchao("int8 torchao dynamic", module, inputs, layers, config)
+    return _quantize_with_torchao("int8 torchao dynamic", module, inputs, layers, lambda name: config)
 
 
 def torchao_weight_only(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
@@ -72,23 +74,55 @@ def torchao_weight_only(module: nn.Module, inputs: Sequence[Inputs], layers: Lay
 
     On CPUs the compiler computes the floats beforehand: the form is as fast as floats, and its file a quarter as large.
     """
+    config = _import_torchao().quantization.Int8WeightOnlyConfig()
+    return _quantize_with_torchao("int8 torchao weight-only", module, inputs, layers, lambda name: config)
+
+
+def torchao_int4(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
+    """Make a form with weights of linear layers in 4 bits and products in bfloat16; needs GPU compute capability 8.0.
+
+    The values are those of HQQ (Badri & Shaji 2023), 128 with one scale and zero point, or 64 or 32 where the number of
+    inputs is no multiple of 128.
+    """
+    _require_capability("int4", (8, 0))
+    group_sizes = {
+        name: next((size for size in _GROUP_SIZES if one.in_features % size == 0), None)
+        for name, one in layers.quantized.items()
+        if isinstance(one, nn.Linear)
+    }
+    left = {
+        name: f"4 bits need a multiple of {_GROUP_SIZES[-1]} inputs, not {layers.quantized[name].in_features}"
+        for name, size in group_sizes.items()
+        if size is None
+    }
+    layers = layers._replace(
+        quantized={name: one for name, one in layers.quantized.items() if name not in left},
+        left_float={**layers.left_float, **left},
+    )
+    make_config = partial(
+        _import_torchao().quantization.Int4WeightOnlyConfig,
+        int4_packing_format="tile_packed_to_4d",
+        int4_choose_qparams_algorithm="hqq",
+    )
+    configs = {size: make_config(size) for size in _GROUP_SIZES}
     return _quantize_with_torchao(
-        "int8 torchao weight-only", module, inputs, layers, _import_torchao().quantization.Int8WeightOnlyConfig()
+        "int4 torchao weight-only", module, inputs, layers, lambda name: configs[group_sizes[name]]
     )
 
 
 def torchao_float8(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) -> Form:
     """Make a form with linear layers in float8 (e4m3), one scale per tensor; needs GPU compute capability 8.9."""
-    capability = torch.cuda.get_device_capability()
-    if capability < (8, 9):
-        raise CannotConvertError(f"float8 needs compute capability 8.9; this GPU has {'.'.join(map(str, capability))}")
-    return _quantize_with_torchao(
-        "float8 torchao dynamic",
-        module,
-        inputs,
-        layers,
-        _import_torchao().quantization.Float8DynamicActivationFloat8WeightConfig(),
-    )
+    _require_capability("float8", (8, 9))
+    config = _import_torchao().quantization.Float8DynamicActivationFloat8WeightConfig()
+    return _quantize_with_torchao("float8 torchao dynamic", module, inputs, layers, lambda name: config)
+
+
+def _require_capability(dtype: str, needed: tuple[int, int]) -> None:
+    found = torch.cuda.get_device_capability()
+    if found < needed:
+        raise CannotConvertError(
+            f"{dtype} needs compute capability {'.'.join(map(str, needed))}; this GPU has {'.'.join(map(str, found))}"
+        )
 
 
 def _make_form(
@@ -105,17 +139,20 @@ def _make_form(
     return form
 
 
-def _quantize_with_torchao(name: str, module: nn.Module, inputs: Sequence[Inputs], layers: Layers, config: Any) -> Form:
-    linear = {key for key, one in layers.quantized.items() if isinstance(one, nn.Linear)}
+def _quantize_with_torchao(
+    name: str, module: nn.Module, inputs: Sequence[Inputs], layers: Layers, config_of: Callable[[str], Any]
+) -> Form:
+    """Make a form with the linear layers among ``layers`` quantized, each by the configuration of its name."""
+    linear = [key for key, one in layers.quantized.items() if isinstance(one, nn.Linear)]
     if not linear:
         raise CannotConvertError("no linear layer to quantize")
     copied, prefix = copy.deepcopy(module), ""
     if next(module.parameters()).is_cuda:  # other operations are also faster in bfloat16 there
         copied, prefix = InBfloat16(module), "module."
     with suppress_output():
-        _import_torchao().quantization.quantize_(
-            copied, config, filter_fn=lambda one, key: key.removeprefix(prefix) in linear
-        )
+        for key in linear:
+            layer = copied.get_submodule((prefix + key).removesuffix("."))
+            _import_torchao().quantization.quantize_(layer, config_of(key), lambda one, _: isinstance(one, nn.Linear))
     left = {key: "this form has linear layers alone" for key in layers.quantized if key not in linear}
     return _make_form(name, copied, inputs, {**layers.left_float, **left})
 

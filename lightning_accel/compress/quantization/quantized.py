@@ -23,6 +23,7 @@ from lightning_accel.compress.quantization.pt2e import (
     pt2e_static,
     torchao_dynamic,
     torchao_float8,
+    torchao_int4,
     torchao_weight_only,
 )
 from lightning_accel.compress.report.forms import measure_forms
@@ -58,6 +59,9 @@ MAKERS = {
     "int8 PT2E static": _Maker("static", "pt2e", pt2e_static, float_row="fp32 compiled"),
     "int8 torchao dynamic": _Maker("dynamic", "torchao", torchao_dynamic, _ANY, float_row="fp32 compiled"),
     "int8 torchao weight-only": _Maker("weight_only", "torchao", torchao_weight_only, _ANY, float_row="fp32 compiled"),
+    "int4 torchao weight-only": _Maker(
+        "weight_only", "torchao", torchao_int4, ("cuda",), float_row="fp32 compiled", needs_limit=True
+    ),
     "float8 torchao dynamic": _Maker("dynamic", "torchao", torchao_float8, ("cuda",), float_row="fp32 compiled"),
     "int8 ONNX Runtime static": _Maker(
         "static", "onnxruntime", onnx_static, files=("onnx",), float_row="fp32 ONNX Runtime"

@@ -224,6 +224,7 @@ def check_copy_of_layers_that_the_datamodule_sizes(rank):
         assert find_deployed(made, trainer.val_dataloaders).name == ""
 
 
+@pytest.mark.slow
 def test_copy_of_layers_that_the_datamodule_sizes():
     run_ranks(check_copy_of_layers_that_the_datamodule_sizes)
 

@@ -248,6 +248,7 @@ class Graphs(L.LightningDataModule):
     val_dataloader = train_dataloader
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch, through Lightning
 def test_what_has_no_single_rows_is_reported_and_told_of(tmp_path, caplog):
     graph = torch.randn(7, 3), torch.rand(7, 7)

@@ -507,7 +507,7 @@ def test_onnx_file_of_a_plain_module(tmp_path, caplog, uncompiled):
 
 
 @pytest.mark.slow
-def test_cnn_trained_for_int8_in_a_trainer(tmp_path):
+def test_cnn_trained_for_int8_in_a_trainer(tmp_path, uncompiled):
     torch.manual_seed(0)
     module = Classifier(1, 10, channels=[16, 32], hidden_dims=[32])
     data = DigitsDataModule(batch_size=64)
@@ -528,7 +528,7 @@ def test_cnn_trained_for_int8_in_a_trainer(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("moe", marks=pytest.mark.weekly), "sequence"])
-def test_models_of_ours(kind):
+def test_models_of_ours(kind, uncompiled):
     if kind == "moe":
         module, rows = (
             MoEClassifier(12, 3, experts=Experts(num_experts=4)),

@@ -508,6 +508,7 @@ def test_teachers_are_loaded_without_pickle(tmp_path):
         fit(Own(), Distillation(tmp_path / "plain.ckpt"))
 
 
+@pytest.mark.slow
 def test_a_config_builds_the_teacher():
     parser = LightningArgumentParser(exit_on_error=False)
     parser.add_lightning_class_args(L.Trainer, "trainer")

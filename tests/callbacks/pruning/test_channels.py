@@ -192,6 +192,7 @@ def test_batch_norms_learn_after_the_removal():
 MOMENTS = ["step 1", "step 3", "step 5", "step 6", "validation 6", "step 7", "step 9"]
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_runs_end_with_equal_bits(tmp_path):
     def run(resume=None):
         torch.manual_seed(0 if resume is None else 9)

@@ -153,6 +153,7 @@ def check_pipeline_resumes(rank, folder):
         assert all(before[name].equal(after[name]) for name in before)
 
 
+@pytest.mark.slow
 def test_a_pipeline_goes_on_from_a_checkpoint(tmp_path):
     run_ranks(check_pipeline_resumes, tmp_path)
 

@@ -91,6 +91,7 @@ def remove(*structures, begin=2):
     return [OneShotPruning(shares[one], structure=one, begin=begin, calibrate=8) for one in structures]
 
 
+@pytest.mark.slow
 def test_resumes_with_equal_bits_and_loads_anywhere(tmp_path):
     def callbacks():
         return [

@@ -1,6 +1,8 @@
 import json
 import math
 import sys
+from functools import cache
+from pathlib import Path
 
 import lightning as L
 import pytest
@@ -46,11 +48,25 @@ def most_probable(model: nn.Module, tokens: torch.Tensor, count: int) -> torch.T
     return tokens
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Returns a model and the file of its decoder, which is written once."""
+
+    @cache
+    def write(name: str, format: str) -> tuple[nn.Module, Path]:
+        model = model_of(name)
+        decoder = CachedDecoder(model, MAX_LENGTH)
+        path = tmp_path_factory.mktemp("decoder") / f"model.{format}"
+        return model, export(decoder, decoder.calls(prompts()), path, format).path
+
+    return write
+
+
 @pytest.mark.parametrize(
     ("name", "format"),
     [
-        ("gpt2", "pt2"),
         ("ours", "pt2"),
+        pytest.param("gpt2", "pt2", marks=SLOW),
         pytest.param("gpt2", "onnx", marks=SLOW),
         pytest.param("ours", "onnx", marks=SLOW),
         *(
@@ -60,11 +76,9 @@ def most_probable(model: nn.Module, tokens: torch.Tensor, count: int) -> torch.T
         ),
     ],
 )
-def test_files_continue_texts_as_whole_forward_passes_do(name, format, tmp_path):
+def test_files_continue_texts_as_whole_forward_passes_do(name, format, written):
     """Mistral's window of 8 tokens is shorter than the texts, and Llama's heads share keys and values."""
-    model = model_of(name)
-    decoder = CachedDecoder(model, MAX_LENGTH)
-    path = export(decoder, decoder.calls(prompts()), tmp_path / f"model.{format}", format).path
+    model, path = written(name, format)
     loaded = load_compressed(path)
     for tokens in (prompts(), prompts(1, 1), prompts(2, MAX_LENGTH - 1)):
         count = min(7, MAX_LENGTH - tokens.shape[1])
@@ -79,10 +93,8 @@ def test_files_continue_texts_as_whole_forward_passes_do(name, format, tmp_path)
         loaded.generate(prompts(), 2, temperature=-1)
 
 
-def test_texts_end_at_the_end_token(tmp_path, monkeypatch):
-    model = model_of("ours")
-    decoder = CachedDecoder(model, MAX_LENGTH)
-    loaded = load_compressed(export(decoder, decoder.calls(prompts()), tmp_path / "m.pt2").path)
+def test_texts_end_at_the_end_token(written, monkeypatch):
+    loaded = load_compressed(written("ours", "pt2")[1])
     drawn = iter([[[1], [2]], [[9], [3]], [[4], [9]]])
     monkeypatch.setattr(loading, "draw_tokens", lambda *_: torch.tensor(next(drawn)))
     assert loaded.generate(prompts(2, 2), 5, end_token=9)[:, 2:].tolist() == [[1, 9, 9], [2, 3, 9]]
@@ -182,11 +194,10 @@ def test_quantized_decoders(tmp_path, uncompiled):
 
 
 @SLOW
-@pytest.mark.parametrize("name", ["gpt2", "ours"])
-def test_compiled_once_for_prompts_of_all_lengths(name, tmp_path, monkeypatch):
-    model, made = model_of(name), []
-    decoder = CachedDecoder(model, MAX_LENGTH)
-    loaded = load_compressed(export(decoder, decoder.calls(prompts()), tmp_path / "m.pt2").path, compiled=True)
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.weekly), "ours"])
+def test_compiled_once_for_prompts_of_all_lengths(name, written, monkeypatch):
+    (model, path), made = written(name, "pt2"), []
+    loaded = load_compressed(path, compiled=True)
     compile_frozen = loading.compile_frozen
     monkeypatch.setattr(loading, "compile_frozen", lambda *args: made.append(1) or compile_frozen(*args))
     for tokens in (prompts(), prompts(2, 9)):
@@ -213,8 +224,8 @@ def test_export_after_a_fit(tmp_path):
 
 
 @SLOW
-@pytest.mark.parametrize("one_file", [2**31, 10_000], ids=["one_file", "split"])
-def test_the_decoder_is_written_in_the_form_that_is_fastest_at_a_token(one_file, tmp_path, monkeypatch):
+@pytest.mark.parametrize("one_file", [2**31, pytest.param(10_000, marks=pytest.mark.weekly)], ids=["one_file", "split"])
+def test_the_decoder_is_written_in_the_form_that_is_fastest_at_a_token(one_file, tmp_path, monkeypatch, uncompiled):
     """Float weights of more than ``one_file`` bytes are in a file of their own, as above 2 GB."""
     pytest.importorskip("transformers")
     pytest.importorskip("onnxruntime")

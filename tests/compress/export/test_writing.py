@@ -157,7 +157,7 @@ def test_int8_programs_are_compiled_where_their_products_do_not_overflow(
     assert bool(compiled) == (not overflows)
 
 
-@pytest.mark.parametrize("make", [pt2e.torchao_dynamic, pt2e.torchao_weight_only])
+@pytest.mark.parametrize("make", [pt2e.torchao_dynamic, pytest.param(pt2e.torchao_weight_only, marks=pytest.mark.slow)])
 def test_weights_of_torchao_are_plain_tensors_in_a_file(make, tmp_path, uncompiled):
     module, x = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 3)).eval(), torch.randn(5, 6)
     form = make(module, [((x,), {})], find_layers(module))
@@ -294,6 +294,7 @@ def test_a_number_of_rows_that_a_call_makes_plain_stays_free(format, name, tmp_p
     torch.testing.assert_close(load_compressed(written.path)(x), Ranks()(x))
 
 
+@pytest.mark.slow
 def test_halves_of_any_length_are_written_as_onnx(tmp_path):
     class Halves(nn.Module):
         def forward(self, x):

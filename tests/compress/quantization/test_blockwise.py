@@ -289,6 +289,7 @@ def split_files_above(limit, monkeypatch):
         monkeypatch.setattr(import_module(f"lightning_accel.compress.export.{name}"), "ONE_FILE", limit)
 
 
+@pytest.mark.slow
 def test_weights_beside_the_file_change_nothing(monkeypatch):
     """What is done above 2 GB, where one file cannot hold the float weights."""
     pytest.importorskip("onnxruntime")
@@ -314,7 +315,7 @@ class Branching(Tied):
         return super().forward(tokens) * (2 if tokens.shape[1] > 6 else 1)
 
 
-@pytest.mark.parametrize("num_texts", [5, 1])
+@pytest.mark.parametrize("num_texts", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_texts_of_one_length_make_a_form_for_others(num_texts):
     pytest.importorskip("onnxruntime")
     module = Tied().eval()
@@ -324,7 +325,7 @@ def test_texts_of_one_length_make_a_form_for_others(num_texts):
         torch.testing.assert_close(form.run(tokens), module(tokens), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [OfTenTokens, Branching])
+@pytest.mark.parametrize("kind", [OfTenTokens, pytest.param(Branching, marks=pytest.mark.slow)])
 def test_modules_of_one_length_keep_their_rows_free(kind):
     pytest.importorskip("onnxruntime")
     module = kind().eval()
@@ -383,7 +384,7 @@ def test_language_models_of_transformers(name):
 
 
 @pytest.mark.slow
-def test_four_bits_are_picked_within_a_limit_alone():
+def test_four_bits_are_picked_within_a_limit_alone(uncompiled):
     pytest.importorskip("onnxruntime")
     torch.manual_seed(0)
     module, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)).eval(), torch.randn(32, 64)

@@ -133,6 +133,7 @@ def test_static_form_is_what_was_trained_for(uncompiled):
         assert found.shape == (rows, 4)
 
 
+@pytest.mark.slow
 def test_residual_blocks_with_one_relu_in_place(uncompiled):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(2, 5, 3), Block(5), nn.Flatten(), nn.Linear(125, 3)).eval()

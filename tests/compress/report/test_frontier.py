@@ -70,6 +70,7 @@ def report_of(prompt_length=None):
     return report
 
 
+@pytest.mark.slow
 def test_reports_draw_forms_at_the_batch_size_that_decides(tmp_path):
     report = report_of()
     assert _draw_frontier(report) is None
