@@ -399,13 +399,11 @@ PRECISIONS = {
     "AmpPrecision": {"plugins": [AmpPrecision("bf16")]},
     "Bfloat16Precision": {"plugins": [Bfloat16Precision()]},
 }
-CASES = [(precision, base) for precision in PRECISIONS for base in BASES]
 
 
-@pytest.mark.parametrize(
-    ("precision", "base"),
-    [one if one == ("bf16-true", "nf4") else pytest.param(*one, marks=pytest.mark.slow) for one in CASES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_precisions(tmp_path, base, precision):
     module, export = Still(), Export("pt2", tmp_path / "model.pt2", compare=False)
     fit(module, LowRankAdapters(3, base=base), export, max_epochs=4, default_root_dir=tmp_path, **PRECISIONS[precision])

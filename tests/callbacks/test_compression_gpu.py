@@ -9,6 +9,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel.callbacks import Distillation, Export, Pruning, Quantization, RestoringEarlyStopping
 from lightning_accel.compress import load_compressed, quantize
+from lightning_accel.compress.quantization.inputs import noise_share
+from lightning_accel.compress.quantization.layers import find_layers
+from lightning_accel.compress.quantization.pt2e import torchao_int4
 
 pytestmark = pytest.mark.gpu
 ROWS = TensorDataset(torch.randn(96, 32, generator=torch.Generator().manual_seed(0)), torch.arange(96) % 3)
@@ -111,6 +114,18 @@ def test_float8_follows_the_float_module():
     row = next(row for row in found.report.rows if row.name == "float8 torchao dynamic")
     assert row.latencies, row.note
     assert found.device == "cuda:0"
+
+
+@pytest.mark.gpu(kernels=True)
+def test_weights_of_4_bits_follow_the_float_module():
+    module = (
+        nn.Sequential(nn.Linear(256, 192), nn.ReLU(), nn.Linear(192, 96), nn.ReLU(), nn.Linear(96, 16)).cuda().eval()
+    )
+    x = torch.randn(32, 256, device="cuda")
+    form = torchao_int4(module, [((x,), {})], find_layers(module))
+    with torch.no_grad():
+        assert noise_share(module(x), form.run(x)) < 0.05
+    assert not form.left_float
 
 
 def test_teacher_and_best_weights_are_on_the_gpu(tmp_path):

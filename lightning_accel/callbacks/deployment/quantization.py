@@ -100,8 +100,8 @@ class Quantization(L.Callback):
         batch_size: number of samples at which the fastest is picked, that of the calls to come; at most, and by
             default, the training batch.
         seconds: measuring time of each form at each batch size; forms too close to call take up to three times as long.
-        device: device to run on: ``cpu``, or ``cuda``, which has ``dynamic`` and ``weight_only`` int8, and float8, of
-            linear layers, with the rest in bfloat16.
+        device: device to run on: ``cpu``, or ``cuda``, which has ``dynamic`` int8 and float8, and ``weight_only``
+            int8 and, within ``max_drop``, int4, of linear layers, with the rest in bfloat16.
         start: old name of ``begin``; as an int, an epoch.
 
     Raises:

@@ -86,14 +86,14 @@ def torchao_int4(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) ->
     """
     _require_capability("int4", (8, 0))
     group_sizes = {
-        name: next((size for size in _GROUP_SIZES if one.in_features % size == 0), None)
+        name: next((size for size in _GROUP_SIZES if one.in_features % size == 0), 0)
         for name, one in layers.quantized.items()
         if isinstance(one, nn.Linear)
     }
     left = {
         name: f"4 bits need a multiple of {_GROUP_SIZES[-1]} inputs, not {layers.quantized[name].in_features}"
         for name, size in group_sizes.items()
-        if size is None
+        if not size
     }
     layers = layers._replace(
         quantized={name: one for name, one in layers.quantized.items() if name not in left},

@@ -19,7 +19,7 @@ from lightning_accel.compress.quantization.onnx import (
     sharing_export,
     write_float,
 )
-from lightning_accel.compress.quantization.pt2e import compiled_bfloat16, pt2e_static, torchao_dynamic
+from lightning_accel.compress.quantization.pt2e import compiled_bfloat16, pt2e_static, torchao_dynamic, torchao_int4
 from lightning_accel.compress.quantization.quantized import (
     Limit,
     NothingPickedError,
@@ -533,3 +533,17 @@ def test_compiled_forms_take_slices():
     run = Compiled(module)
     for taken in (image, image.to(memory_format=torch.channels_last), image[:, :, 1:]):
         torch.testing.assert_close(run(taken), module(taken))
+
+
+def test_groups_of_4_bits_divide_the_inputs_of_a_layer(monkeypatch, uncompiled):
+    quantization, taken = pytest.importorskip("torchao.quantization"), {}
+    monkeypatch.setattr(quantization, "quantize_", lambda layer, config, _: taken.update({layer.in_features: config}))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    module = nn.Sequential(*(nn.Linear(*sizes) for sizes in [(256, 192), (192, 96), (96, 50), (50, 8)])).eval()
+    call = ((torch.randn(3, 256),), {})
+    form = torchao_int4(module, [call], find_layers(module))
+    assert {size: config.group_size for size, config in taken.items()} == {256: 128, 192: 64, 96: 32}
+    assert form.left_float == {"3": "4 bits need a multiple of 32 inputs, not 50"}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    with pytest.raises(CannotConvertError, match=r"int4 needs compute capability 8\.0; this GPU has 7\.5"):
+        torchao_int4(module, [call], find_layers(module))
