@@ -16,6 +16,8 @@ from lightning_accel.compress.export.writing import difference_of, tolerance_of
 from lightning_accel.ops.evaluation import evaluating
 from lightning_accel.ops.extras import require_module
 
+_CACHE_OF_TRANSFORMERS = {"past_key_values", "use_cache"}
+
 
 class Decoded(NamedTuple):
     """Hold the scores of the next token, and what to write into the cache at the places of the given tokens."""
@@ -54,13 +56,14 @@ class CachedDecoder(nn.Module):
         self.max_length = max_length
         if max_length < 3:
             raise ValueError(f"max_length must be at least 3, two tokens and one that follows; got {max_length}")
-        self.parameters_of_forward = set(inspect.signature(model.forward).parameters)
-        self.is_of_transformers = {"past_key_values", "use_cache"} <= self.parameters_of_forward
-        if not self.is_of_transformers and "caches" not in self.parameters_of_forward:
+        self.parameters_of_forward = _parameters_of_forward(model)
+        self.is_of_transformers = self.parameters_of_forward >= _CACHE_OF_TRANSFORMERS
+        if not _takes_cache(model):
+            part = next((name for name, one in model.named_modules() if _is_language_model(one)), None)
             raise TypeError(
                 f"{type(model).__name__} has no cache of keys and values that can be an argument: its forward takes no "
                 "past_key_values and use_cache, as causal language models of transformers do, nor is it a "
-                "MoELanguageModel. Export it without max_length"
+                f"MoELanguageModel. Export {'it without max_length' if part is None else f'its part {part!r}'}"
             )
         config = getattr(model, "config", None)
         if getattr(config, "is_encoder_decoder", False):
@@ -160,6 +163,21 @@ class CachedDecoder(nn.Module):
         options = {"use_cache": False} if self.is_of_transformers else {}
         last: Tensor = self.model(tokens, **options).logits[:, -1]
         return last
+
+
+def _parameters_of_forward(module: nn.Module) -> set[str]:
+    return set() if isinstance(module, torch.jit.ScriptModule) else set(inspect.signature(module.forward).parameters)
+
+
+def _takes_cache(module: nn.Module) -> bool:
+    found = _parameters_of_forward(module)
+    return found >= _CACHE_OF_TRANSFORMERS or "caches" in found
+
+
+def _is_language_model(module: nn.Module) -> bool:
+    """Return whether a module takes a cache and gives logits of tokens; bodies of transformers only take a cache."""
+    can_generate = getattr(module, "can_generate", lambda: False)
+    return _takes_cache(module) and ("caches" in _parameters_of_forward(module) or bool(can_generate()))
 
 
 @cache
