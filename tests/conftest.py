@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import FunctionType
 
@@ -120,9 +121,18 @@ def _slowness() -> float:
     return max(1.0, (time.process_time() - before) / 0.16)
 
 
+def _keep_onnx_operators() -> None:
+    """Let all exports to ONNX share the list of operators, of which each makes its own in half a second."""
+    for minor in range(5, 20):
+        module = sys.modules.get(f"onnxscript._framework_apis.torch_2_{minor}")
+        if module is not None and not hasattr(module.get_torchlib_ops, "cache_clear"):
+            module.get_torchlib_ops = cache(module.get_torchlib_ops)
+
+
 def pytest_runtest_setup(item):
     import torch
 
+    _keep_onnx_operators()
     markers = list(item.iter_markers("gpu"))
     needed = max((marker.args[0] if marker.args else 1 for marker in markers), default=0)
     if torch.cuda.device_count() < needed:
