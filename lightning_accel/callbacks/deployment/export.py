@@ -165,8 +165,8 @@ class Export(L.Callback):
             parts = [name for name, one in deployed.module.named_children()
                      if 2 * sum(value.numel() for value in one.parameters()) > own]  # fmt: skip
             prefix = f"{deployed.name}." if deployed.name else ""
-            if self.max_length is not None and not isinstance(deployed.module, L.LightningModule):
-                parts = []  # of a language model, none is one
+            if self.max_length is not None:
+                parts = []  # the error names the language model within, if there is one
             hint = f". Export(module={prefix + parts[0]!r}) would export the part with most parameters" if parts else ""
             raise type(error)(f"Export would fail at the end of the run: {error}{hint}") from error
         fixed = [one["name"] for one in specs if one["dtype"].startswith("int") and _is_fixed_length(one["shape"])]

@@ -60,10 +60,11 @@ class CachedDecoder(nn.Module):
         self.is_of_transformers = self.parameters_of_forward >= _CACHE_OF_TRANSFORMERS
         if not _takes_cache(model):
             part = next((name for name, one in model.named_modules() if _is_language_model(one)), None)
+            advice = "Export it without max_length" if part is None else f"Take module={part!r}, which has"
             raise TypeError(
                 f"{type(model).__name__} has no cache of keys and values that can be an argument: its forward takes no "
                 "past_key_values and use_cache, as causal language models of transformers do, nor is it a "
-                f"MoELanguageModel. Export {'it without max_length' if part is None else f'its part {part!r}'}"
+                f"MoELanguageModel. {advice}"
             )
         config = getattr(model, "config", None)
         if getattr(config, "is_encoder_decoder", False):

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -99,14 +98,10 @@ def torchao_int4(module: nn.Module, inputs: Sequence[Inputs], layers: Layers) ->
         quantized={name: one for name, one in layers.quantized.items() if name not in left},
         left_float={**layers.left_float, **left},
     )
-    make_config = partial(
-        _import_torchao().quantization.Int4WeightOnlyConfig,
-        int4_packing_format="tile_packed_to_4d",
-        int4_choose_qparams_algorithm="hqq",
-    )
-    configs = {size: make_config(size) for size in _GROUP_SIZES}
+    config = _import_torchao().quantization.Int4WeightOnlyConfig
+    options = {"int4_packing_format": "tile_packed_to_4d", "int4_choose_qparams_algorithm": "hqq"}
     return _quantize_with_torchao(
-        "int4 torchao weight-only", module, inputs, layers, lambda name: configs[group_sizes[name]]
+        "int4 torchao weight-only", module, inputs, layers, lambda name: config(group_sizes[name], **options)
     )
 
 

@@ -124,7 +124,7 @@ class Text(nn.Module):
 def test_models_without_such_a_cache_are_refused(tmp_path):
     with pytest.raises(TypeError, match="Linear has no cache of keys and values that can be an argument"):
         CachedDecoder(nn.Linear(3, 2), 8)
-    with pytest.raises(TypeError, match=r"^Sequential has no cache .* MoELanguageModel\. Export its part '1'$"):
+    with pytest.raises(TypeError, match=r"^Sequential has no cache .* MoELanguageModel\. Take module='1', which has$"):
         CachedDecoder(nn.Sequential(nn.Identity(), model_of("ours")), 8)
     with pytest.raises(ValueError, match="max_length must be at least 3"):
         CachedDecoder(model_of("ours"), 2)
