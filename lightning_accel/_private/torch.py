@@ -4,7 +4,7 @@ import contextlib
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -160,7 +160,24 @@ def compile_graph(
     graph: torch.fx.GraphModule, inputs: Sequence[Tensor], options: dict[str, bool]
 ) -> Callable[..., Any]:
     """Compile ``graph`` without dynamo, which checks guards in each call; no public function omits it."""
-    return torch._inductor.compile(graph, list(inputs), options=options)
+    with _releasable_constants():
+        return torch._inductor.compile(graph, list(inputs), options=options)
+
+
+@contextlib.contextmanager
+def _releasable_constants() -> Iterator[None]:
+    """Let the constants of what is compiled while open be freed with it; inductor would keep them for the process."""
+    cache = torch._inductor.codecache.PyCodeCache
+    num_before = len(cache.modules)
+    try:
+        yield
+    finally:
+        shared = {id(one) for one in cache.modules_no_attr.values()}
+        for module in cache.modules[num_before:]:
+            if id(module) not in shared:  # its functions hold its variables
+                cache.modules.remove(module)
+                if sys.modules.get(module.__name__) is module:
+                    del sys.modules[module.__name__]
 
 
 def traced_inputs(graph: torch.fx.GraphModule) -> list[Any]:
@@ -177,9 +194,11 @@ def traced_inputs(graph: torch.fx.GraphModule) -> list[Any]:
     return found
 
 
-def frozen_weights() -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def frozen_weights() -> Iterator[None]:
     """Make compilations treat weights as constants while open; as an option of torch.compile, dynamo ignores it."""
-    return torch._inductor.config.patch(freezing=True)
+    with torch._inductor.config.patch(freezing=True), _releasable_constants():
+        yield
 
 
 # ---- modules

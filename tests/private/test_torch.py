@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import pickle
 
 import pytest
@@ -175,6 +176,26 @@ def test_compiled_graphs_have_constant_weights():
         for parameter in graph.parameters():
             parameter.data = parameter + 1
         torch.testing.assert_close(run(x), expected)
+
+
+@pytest.mark.slow
+def test_constants_of_compiled_graphs_are_freed_with_them():
+    """Inductor keeps the modules that it generates, with their constants, as long as the process lives."""
+    layer, x = nn.Linear(29, 31).eval(), torch.ones(2, 29)
+    with torch.no_grad():
+        graph = torch.export.export(layer, (x,), strict=False).module()
+        run = private.compile_graph(graph, [x], {"freezing": True})
+        torch.testing.assert_close(run(x), layer(x))
+    del graph
+    assert _num_tensors(31 * 29) > 1
+    torch.testing.assert_close(run(x), layer(x))  # its functions hold them
+    del run
+    assert _num_tensors(31 * 29) == 1  # the layer's own
+
+
+def _num_tensors(size):
+    gc.collect()
+    return sum(type(one) in (torch.Tensor, nn.Parameter) and one.numel() == size for one in gc.get_objects())
 
 
 def test_inputs_of_unknown_sizes_of_a_program_from_a_file(tmp_path):

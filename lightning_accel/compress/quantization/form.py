@@ -1,6 +1,5 @@
 """Forms that run in place of a module, their compilation and export."""
 
-import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from lightning_accel.compress.calls import Inputs, first_line
 from lightning_accel.compress.export.structure import Flat, Structure, describe, named_tensors, tensors_of
 from lightning_accel.compress.quantization.inputs import dynamic_shapes
 from lightning_accel.compress.quiet import suppress_output
+from lightning_accel.compress.report.report import ByteCounter
 from lightning_accel.compress.tracing import trace
 
 MAX_SIZES = 16
@@ -60,9 +60,14 @@ def require_memory(module: nn.Module, copies: float) -> None:
         free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         return
-    needed = copies * sum(value.nbytes for value in module.parameters() if value.device.type == "cpu")
+    needed = copies * nbytes_of(module)
     if needed > free:
         raise CannotConvertError(f"it needs about {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} are free")
+
+
+def nbytes_of(module: nn.Module) -> int:
+    """Return the bytes that the parameters of ``module`` take in the memory of the CPU."""
+    return sum(value.nbytes for value in module.parameters() if value.device.type == "cpu")
 
 
 class CannotConvertError(RuntimeError):
@@ -162,7 +167,7 @@ def export(module: nn.Module, inputs: Sequence[Inputs], strict: Sequence[bool] =
 
 def size_of(program: ExportedProgram) -> int:
     """Return the size in bytes of the ``.pt2`` file of a program."""
-    file = io.BytesIO()
+    counter = ByteCounter()
     with suppress_output():
-        torch.export.save(program, file)
-    return len(file.getbuffer())
+        torch.export.save(program, counter)
+    return counter.num_bytes

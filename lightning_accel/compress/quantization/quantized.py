@@ -3,15 +3,16 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import nn
 
 from lightning_accel.compress.calls import Inputs, Run, device_of, first_line, smallest_call
+from lightning_accel.compress.export.onnx import ONE_FILE
 from lightning_accel.compress.export.structure import sort_keywords
 from lightning_accel.compress.quantization.fake_quant import rank_layers
-from lightning_accel.compress.quantization.form import CannotConvertError, Form, require_memory
+from lightning_accel.compress.quantization.form import CannotConvertError, Form, nbytes_of, require_memory
 from lightning_accel.compress.quantization.inputs import noise_share
 from lightning_accel.compress.quantization.layers import Layers, find_layers
 from lightning_accel.compress.quantization.onnx import onnx_dynamic, onnx_float, onnx_static, sharing_export
@@ -45,7 +46,7 @@ class _Maker(NamedTuple):
     devices: tuple[str, ...] = ("cpu",)
     files: tuple[str, ...] = ("pt2",)
     float_row: str = ""  # for a quantized form, the name of the float form of the same runtime
-    copies: float = 2.0  # memory that is needed at most to make it, in multiples of the weights
+    copies: float = 2.0  # memory that is needed at most to make and run it, in multiples of the weights
     needs_limit: bool = False  # what it loses is more than rounding, so that somebody has to say how much it may be
 
 
@@ -53,12 +54,14 @@ _ANY = ("cpu", "cuda")
 
 
 MAKERS = {
-    "fp32 compiled": _Maker("float", "inductor", compiled_float, _ANY, ("pt2", "onnx"), copies=3.0),
-    "bf16 compiled": _Maker("float", "inductor", compiled_bfloat16, _ANY),
+    "fp32 compiled": _Maker("float", "inductor", compiled_float, _ANY, ("pt2", "onnx"), copies=2.7),
+    "bf16 compiled": _Maker("float", "inductor", compiled_bfloat16, _ANY, copies=1.3),
     "fp32 ONNX Runtime": _Maker("float", "onnxruntime", onnx_float, files=("onnx",)),
     "int8 PT2E static": _Maker("static", "pt2e", pt2e_static, float_row="fp32 compiled"),
     "int8 torchao dynamic": _Maker("dynamic", "torchao", torchao_dynamic, _ANY, float_row="fp32 compiled"),
-    "int8 torchao weight-only": _Maker("weight_only", "torchao", torchao_weight_only, _ANY, float_row="fp32 compiled"),
+    "int8 torchao weight-only": _Maker(
+        "weight_only", "torchao", torchao_weight_only, _ANY, float_row="fp32 compiled", copies=5.5
+    ),
     "int4 torchao weight-only": _Maker(
         "weight_only", "torchao", torchao_int4, ("cuda",), float_row="fp32 compiled", needs_limit=True
     ),
@@ -76,6 +79,7 @@ MAKERS = {
         "weight_only", "onnxruntime", onnx_int4, files=("onnx",), float_row="fp32 ONNX Runtime", needs_limit=True
     ),
 }
+_COPIES_IN_ONE_FILE = 6.0  # of weights that an ONNX file holds beside its graph; larger ones stay outside of it
 # From the simplest: weight-only forms have no integers between layers, and dynamic ones need no calibration
 _SIMPLEST_FIRST = ("float", "weight_only", "dynamic", "static")
 _SIMILAR = 1.05  # files within this factor count as equally large, and tied medians as equally fast
@@ -261,20 +265,30 @@ class Trial:
     sensitive: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def make(self, layers_of: Mapping[str, Layers]) -> None:
-        """Make forms, by their names, of these layers."""
-        for number, (name, layers) in enumerate(layers_of.items(), start=1):
-            self.progress(f"form {number} of {len(layers_of)}: {name}")
+        """Make forms, by their names, of these layers.
+
+        They stay in memory, so that those that may be picked come before those for comparison, the smallest first.
+        """
+        order = sorted(layers_of, key=lambda name: (name not in self.wanted, self._copies(name)))
+        for number, name in enumerate(order, start=1):
+            self.progress(f"form {number} of {len(order)}: {name}")
             try:
-                form = self._make(name, layers)
+                form = self._make(name, layers_of[name])
                 if self.limit is None or self.limit.max_drop is None:  # else limit.evaluate finds wrong outputs
                     require_similar_outputs(form, self.module, self.inputs[0])
                 self.made[name] = form
             except Exception as error:  # exporters and compilers raise all kinds of exceptions
                 self.refused[name] = _reason(error)
+        for found in (self.made, self.refused):
+            _sort_as_listed(found)
+
+    def _copies(self, name: str) -> float:
+        is_one_file = MAKERS[name].backend == "onnxruntime" and nbytes_of(self.module) <= ONE_FILE
+        return _COPIES_IN_ONE_FILE if is_one_file else MAKERS[name].copies
 
     def _make(self, name: str, layers: Layers) -> Form:
         options = {"ranges": self.ranges} if MAKERS[name].kind == "static" else {}
-        require_memory(self.module, MAKERS[name].copies)
+        require_memory(self.module, self._copies(name))
         return MAKERS[name].make(self.module, self.inputs, layers, **options)
 
     def evaluate(self) -> None:
@@ -388,6 +402,13 @@ def _float_row(name: str, device: torch.device) -> str:
 
 def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, CannotConvertError) else first_line(error)
+
+
+def _sort_as_listed(values: dict[str, Any]) -> None:
+    """Sort what is held by names of forms as these are listed."""
+    for name in MAKERS:
+        if name in values:
+            values[name] = values.pop(name)
 
 
 def _powers_of_two(total: int) -> list[int]:

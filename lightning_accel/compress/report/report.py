@@ -187,9 +187,19 @@ def count_parameters(parameters: Iterable[torch.Tensor]) -> tuple[int, int]:
 
 def saved_bytes(module: nn.Module) -> int:
     """Return the size of the weights of a module as ``torch.save`` writes them."""
-    file = BytesIO()
-    torch.save(module.state_dict(), file)
-    return file.tell()
+    counter = ByteCounter()
+    torch.save(module.state_dict(), counter)
+    return counter.num_bytes
+
+
+class ByteCounter(BytesIO):
+    """Count the bytes that are written, without a copy of them in memory."""
+
+    num_bytes = 0
+
+    def write(self, data: Any) -> int:
+        self.num_bytes += len(data)
+        return len(data)
 
 
 def _batches(report: Report) -> list[int]:

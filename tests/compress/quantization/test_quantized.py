@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_accel.compress.quantization import pt2e as quant_torch
+from lightning_accel.compress.quantization import quantized
 from lightning_accel.compress.quantization.fake_quant import attach, detach
 from lightning_accel.compress.quantization.form import CannotConvertError, Compiled, Form, suppress_output
 from lightning_accel.compress.quantization.layers import find_layers, weight_scale
@@ -28,6 +29,7 @@ from lightning_accel.compress.quantization.quantized import (
     require_similar_outputs,
 )
 from lightning_accel.compress.report.progress import Progress
+from lightning_accel.compress.report.report import saved_bytes
 from tests.tolerance import rounding
 
 
@@ -508,6 +510,36 @@ def test_all_forms_of_a_network():
     torch.testing.assert_close(loaded(x)[0], static.run(x), rtol=0, atol=steps * deviation)
     again = pt2e_static(module, [((x,), {})], find_layers(module))
     torch.testing.assert_close(again.run(x), static.run(x), rtol=0, atol=0)
+
+
+def test_forms_that_may_be_picked_are_made_first(monkeypatch):
+    """A module of a billion weights leaves no memory for all forms, and those for comparison are the largest."""
+    made = []
+
+    def recorded(name, module):
+        made.append(name)
+        return Form(name, module)
+
+    makers = {
+        name: maker._replace(make=lambda module, *_, name=name: recorded(name, module))
+        for name, maker in quantized.MAKERS.items()
+    }
+    monkeypatch.setattr(quantized, "MAKERS", makers)
+    trial = quantized.judge(nn.Linear(3, 2).eval(), [((torch.randn(4, 3),), {})], "weight_only", "onnxruntime")
+    assert made == [
+        "int8 ONNX Runtime weight-only", "int4 ONNX Runtime weight-only", "bf16 compiled", "fp32 compiled",
+        "fp32 ONNX Runtime",
+    ]  # fmt: skip
+    assert list(trial.made) == [name for name in makers if name in made]
+
+
+def test_sizes_of_files_are_those_of_what_is_written():
+    layer, file = nn.Linear(300, 20), io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    assert saved_bytes(layer) == file.tell()
+    program, file = torch.export.export(layer, (torch.randn(2, 300),)), io.BytesIO()
+    torch.export.save(program, file)
+    assert quant_torch.size_of(program) == len(file.getvalue())
 
 
 @pytest.mark.slow
