@@ -1,14 +1,14 @@
 """How fast, small and good is a language model whose weights have 8 or 4 bits, beside what is made by hand?
 
 python benchmarks/bench_weight_only.py [--quick] [--seeds 0 1 2] [--steps 1500] [--width 1024 --layers 12]
-    [--forms int4 "int4 by hand"] [--json FILE]
+    [--forms int4 "int4 by hand"] [--json FILE] [--choice]
 
 A small Llama of transformers, trained on the bytes that Python carries, gives the perplexity, per byte of 1,024 windows
 of the test text; 64 training windows calibrate. A Llama of random weights (width, layers), gives the speed: tokens a
 second of a prompt of 128, and of single tokens after it, with a cache, batch 1, one thread, by the median call, in
 blocks that take turns; and the memory of a process that has nothing but the file. By hand: ONNX Runtime's own
 MatMulNBitsQuantizer with its defaults but for accuracy_level=4, without which nothing is gained, and torchao's
-Int8WeightOnlyConfig, compiled, in bfloat16.
+Int8WeightOnlyConfig, compiled, in bfloat16. With --choice the package makes, measures and picks among all forms itself.
 """
 
 import argparse
@@ -38,12 +38,15 @@ from lightning_accel import TextDataModule
 from lightning_accel.callbacks.deployment.memory import memory_of
 from lightning_accel.compress import CachedDecoder, measure_latency
 from lightning_accel.compress.calls import Inputs, Run
+from lightning_accel.compress.quantization.decoding import quantize_decoder
 from lightning_accel.compress.quantization.form import Form, export
 from lightning_accel.compress.quantization.layers import Layers, find_layers
 from lightning_accel.compress.quantization.onnx import OnnxCall, onnx_float, write_float_files
 from lightning_accel.compress.quantization.onnx_blockwise import onnx_int4, onnx_int8
+from lightning_accel.compress.quantization.quantized import Limit, judge
 from lightning_accel.compress.quiet import suppress_output
 from lightning_accel.compress.report.perplexity import Perplexity
+from lightning_accel.compress.report.progress import Progress
 from lightning_accel.compress.report.report import saved_bytes
 
 PROMPT = 128
@@ -168,6 +171,31 @@ def speed(width: int, layers: int, seconds: float, wanted: Sequence[str]) -> dic
     return {form.name: found[form.name] | {"memory": memory(decoder, form, calls)} for form in made}
 
 
+def choice(width: int, layers: int, seconds: float) -> None:
+    """Let the package pick a form of the decoder, as Quantization does beside Export(max_length=...)."""
+    model = random_llama(width, layers)
+    texts = list(torch.randint(0, 32_000, (2, 1, PROMPT)))
+
+    @torch.no_grad()
+    def evaluate(run: Run) -> dict[str, float]:
+        found = Perplexity()
+        for text in texts:
+            logits = run(text).logits[:, :-1]
+            found.add(F.cross_entropy(logits.float().transpose(1, 2), text[:, 1:], reduction="none").flatten())
+        assert found.value is not None
+        return {"perplexity": found.value}
+
+    progress = Progress(partial(print, flush=True), "choice")
+    limit = Limit(evaluate, "perplexity", 1e6, higher_is_better=False)  # weights are random
+    judged = judge(model, [((text,), {}) for text in texts], "weight_only", limit=limit, progress=progress)
+    decoder = CachedDecoder(model, 2 * PROMPT).eval()
+    found = quantize_decoder(
+        decoder, texts, judged, seconds=seconds, memory=partial(memory_of, decoder), progress=progress
+    )
+    assert found.report is not None
+    found.report.print()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="20 steps of one seed, and a small model's speed")
@@ -181,6 +209,7 @@ def main() -> None:
         "--forms", nargs="+", choices=[*MAKERS, TORCHAO], default=[*MAKERS, TORCHAO], help="of the speed"
     )
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--choice", action="store_true", help="the package's own choice of a form, after the speed")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.getLogger("onnxruntime").setLevel(logging.WARNING)
@@ -198,6 +227,8 @@ def main() -> None:
     for name, row in speeds.items():
         sizes = ("" if row[key] is None else f"{row[key] / 1e6:.0f}" for key in ("bytes", "memory"))
         print(f"| {name} | {row['prompt']:.0f} | {row['next']:.1f} | {' | '.join(sizes)} |")
+    if options.choice:
+        choice(*size, 0.5 if options.quick else 10)
     if options.json:
         options.json.write_text(json.dumps({"perplexity": perplexities, "speed": speeds}, indent=1))
 

@@ -1,5 +1,6 @@
 """Quantization of decoders of text: forms that are good enough for the model, picked by the time of a token."""
 
+import gc
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
@@ -83,7 +84,8 @@ def _make(
 ) -> Trial:
     """Make the forms of the decoder that were made of its model and not refused, and drop those of the model."""
     allowed = [name for name in judged.made if name not in judged.refused]
-    judged.made.clear()  # they hold weights
+    judged.made.clear()
+    gc.collect()  # compiled graphs refer to themselves, and hold weights
     calls = decoder.calls(texts[0])
     prompts = [decoder.calls(tokens)[0] for tokens in texts[1:]]
     trial = Trial(decoder, [*calls, *prompts], judged.wanted, None, None, progress)

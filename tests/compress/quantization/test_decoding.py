@@ -1,6 +1,7 @@
 """Choice among forms of a decoder, by forms whose times are known."""
 
 import time
+import weakref
 
 import pytest
 import torch
@@ -100,6 +101,27 @@ def test_forms_are_picked_by_next_tokens_and_the_faster_one_at_prompts_is_noted(
     assert rows["fp32 eager"].memory_bytes == 4321
     assert rows[FAST].memory_bytes is None
     assert "memory not measured: TimeoutError: planted" in rows[FAST].note
+
+
+def test_forms_of_the_model_are_freed_before_those_of_its_decoder_are_made(makers, monkeypatch):
+    class Run:
+        """Refers to itself, as compiled graphs do."""
+
+        def __init__(self):
+            self.itself = self
+
+    maker = makers[FAST]
+
+    def make(*args, **options):
+        assert freed() is None
+        return maker.make(*args, **options)
+
+    monkeypatch.setitem(makers, FAST, maker._replace(make=make))
+    decoder, run = decoder_of(), Run()
+    judged, freed = judged_trial(decoder.model, [FAST]), weakref.ref(run)
+    judged.made[FAST] = Form(FAST, run)
+    del run
+    assert quantize_decoder(decoder, [tokens()], judged, seconds=0.01).name == FAST
 
 
 def test_reasons_are_in_the_report_where_nothing_can_be_picked(makers):
