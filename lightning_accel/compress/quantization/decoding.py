@@ -148,7 +148,8 @@ def _measure_memory(result: Quantized, trial: Trial, memory: Memory) -> None:
     """Measure what the picked form, those that are as fast, and the decoder as it is take."""
     assert result.report is not None
     program = trial.made[_FLOAT_PROGRAM].program if _FLOAT_PROGRAM in trial.made else None
-    as_it_is = Form(EAGER, trial.module, program, no_file="" if program is not None else "torch.export cannot trace it")
+    no_program = trial.refused.get(_FLOAT_PROGRAM, "torch.export cannot trace it")
+    as_it_is = Form(EAGER, trial.module, program, no_file=no_program if program is None else "")
     deadline = time.monotonic() + _MEMORY_SECONDS
     for form in (as_it_is, trial.made[result.name], *(trial.made[name] for name in result.ties)):
         trial.progress(f"measures the memory of {form.name}", if_slow=True)

@@ -124,6 +124,18 @@ def test_forms_of_the_model_are_freed_before_those_of_its_decoder_are_made(maker
     assert quantize_decoder(decoder, [tokens()], judged, seconds=0.01).name == FAST
 
 
+def test_the_model_as_it_is_has_no_file_for_the_reason_that_its_program_has_none(makers):
+    reasons = []
+    for refused in ({}, {"fp32 compiled": "it needs memory"}):
+        decoder = decoder_of()
+        judged = judged_trial(decoder.model, [FAST])
+        judged.refused.update(refused)
+        quantize_decoder(
+            decoder, [tokens()], judged, seconds=0.01, memory=lambda form, *_: reasons.append(form.no_file) or 1
+        )
+    assert reasons[::2] == ["torch.export cannot trace it", "it needs memory"]
+
+
 def test_reasons_are_in_the_report_where_nothing_can_be_picked(makers):
     decoder = decoder_of()
     judged = judged_trial(decoder.model, [FAST, SLOW])
