@@ -4,7 +4,7 @@ from lightning_accel.compress.adapters import add_adapters_, load_adapted, merge
 from lightning_accel.compress.channels.blocks import measure_influence, plan_without_blocks
 from lightning_accel.compress.channels.choice import choose_channels, score_channels, score_channels_on_data
 from lightning_accel.compress.channels.configuration import update_config_
-from lightning_accel.compress.channels.experts import measure_expert_load, plan_without_experts
+from lightning_accel.compress.channels.experts import plan_without_experts, score_experts
 from lightning_accel.compress.channels.groups import ChannelGroups, ChannelLayer, find_channel_groups
 from lightning_accel.compress.channels.plan import ChannelPlan, apply_plan_, load_pruned
 from lightning_accel.compress.export.decoding import CachedDecoder
@@ -50,7 +50,6 @@ __all__ = [
     "load_adapted",
     "load_compressed",
     "load_pruned",
-    "measure_expert_load",
     "measure_forms",
     "measure_influence",
     "measure_latency",
@@ -64,6 +63,7 @@ __all__ = [
     "require_exportable",
     "score_channels",
     "score_channels_on_data",
+    "score_experts",
     "sparsity_at",
     "speedup",
     "update_config_",

@@ -53,7 +53,7 @@ class OneShotPruning(Pruning):
             scored by :func:`~lightning_accel.compress.score_channels_on_data`; ``"block"``, which removes the repeated
             blocks, such as layers of a transformer, that change the least of what passes through them (see
             :func:`~lightning_accel.compress.measure_influence`); ``"expert"``, which removes the experts of mixtures
-            that get the fewest tokens.
+            that add the least to the outputs (see :func:`~lightning_accel.compress.score_experts`).
         method: ``"sparsegpt"``, which also changes the weights that it keeps, or ``"wanda"``, which is faster; where
             nothing is removed.
         begin: optimizer step of the pruning, or share of the run if a float in [0, 1].
