@@ -5,7 +5,7 @@ Shapes: S steps, B samples, I inputs, H hidden, G gates, N valid steps of all sa
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +57,7 @@ CELLS = {
     "minlstm": Cell(3, 1),
 }
 _OF_TORCH = {"rnn": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}
+_STEPS_OF_TORCH: dict[str, Any] = {"rnn": torch.rnn_tanh_cell, "gru": torch.gru_cell, "lstm": torch.lstm_cell}
 # Signs of the biases with which a cell's first gates keep the state.
 _MEMORY_BIAS_SIGNS: dict[str, tuple[int, ...]] = {
     "rnn": (),
@@ -192,7 +193,11 @@ class RecurrentLayer(nn.Module):
         if self.is_scan:
             gate, value = scan_terms(self.cell, self._scan_gates(x))
             return ((gate * states[0] + value).to(self.weight_ih.dtype),)
-        return self._advance(self._project(x), states)
+        if torch.is_autocast_enabled(x.device.type):  # torch's cells would keep the states in its dtype
+            return self._advance(self._project(x), states)
+        weights, cell = self._weights(), _STEPS_OF_TORCH[self.cell]
+        x, *own = (one.to(weights[0].dtype) for one in (x, *states))
+        return cell(x, own, *weights) if self.cell == "lstm" else (cell(x, own[0], *weights),)
 
     def _scan(self, x: Tensor, states: States, lengths: Tensor | None) -> tuple[Tensor, States]:
         out = gated_scan(self.cell, self._scan_gates(x).transpose(0, 1), states[0], lengths=lengths)
@@ -224,9 +229,7 @@ class RecurrentLayer(nn.Module):
         return advance(gates, F.linear(states[0].to(weight_hh.dtype), weight_hh, bias_hh).to(weight_hh.dtype), states)
 
     def _weights(self) -> list[Tensor]:
-        assert self.weight_hh is not None
-        assert self.bias_hh is not None
-        return [self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh]
+        return [self.weight_ih, cast(Tensor, self.weight_hh), self.bias_ih, cast(Tensor, self.bias_hh)]
 
     def _cast_outputs(self, found: tuple[Tensor, States]) -> tuple[Tensor, States]:
         dtype = self.weight_ih.dtype  # under autocast, kernels return another
