@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_accel.compress.uncompiled import uncompiled
@@ -31,6 +32,8 @@ ADAPTERS = "adapters"  # key of the options in the state of a callback
 
 _NAME = "default"  # peft's name of the only adapter of a layer
 _PRUNED = 0.01  # share of zeros from which a weight counts as pruned; trained ones have next to none
+_BLOCK = 64  # values of NF4 with one scale; bitsandbytes 0.50 reads none right that go on in a next row with AVX-512
+_READ_NO_WEIGHT = True, False, "gaussian", "orthogonal"  # init_lora_weights of peft that make A and B alone
 _CONVOLUTIONS = nn.Conv1d, nn.Conv2d
 
 
@@ -89,7 +92,7 @@ def add_adapters_(
     pruned = [name for name, layer in found.layers.items() if _is_pruned(layer.weight)]
     _require_maskable(module, found, pruned, options or {})
     if base == "nf4":
-        _quantize_(module, found.layers)
+        _quantize_(module, found.layers, options or {})
     _inject_(
         module,
         peft.LoraConfig(
@@ -339,9 +342,8 @@ def _masked_variant() -> Any:
 
 
 def _masked_delta(layer: Any, adapter: str) -> Tensor:
-    weight = layer.get_base_layer().weight
-    if is_packed(weight):
-        weight = dequantized(weight)
+    base = layer.get_base_layer()
+    weight = dequantized(base) if is_packed(base.weight) else base.weight
     delta: Tensor = layer.get_delta_weight(adapter)
     return delta * weight.ne(0)
 
@@ -349,37 +351,52 @@ def _masked_delta(layer: Any, adapter: str) -> Tensor:
 # ---- 4 bits
 
 
-def _quantize_(module: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+def _quantize_(module: nn.Module, layers: Mapping[str, nn.Module], options: Mapping[str, Any]) -> None:
     """Replace the ``nn.Linear`` among ``layers`` with layers that hold their weights in 4 bits, without gradients."""
     require_module("bitsandbytes")
     linear = {name: layer for name, layer in layers.items() if type(layer) is nn.Linear}
     if not linear:
         kinds = ", ".join(sorted({type(one).__name__ for one in layers.values()})) or "stacked weights"
         raise ValueError(f"base='nf4' stores nn.Linear in 4 bits, and adapters go to {kinds}; take base='float'")
+    padded = [name for name, layer in linear.items() if _padding(layer)]
+    without_weight = {"use_dora": (None, False), "init_lora_weights": (None, *_READ_NO_WEIGHT)}
+    reading = [name for name, plain in without_weight.items() if options.get(name) not in plain]
+    if padded and reading:
+        raise ValueError(
+            f"{' and '.join(reading)} of peft cannot read 4-bit weights whose inputs are no multiple of {_BLOCK}, as "
+            f"those of {', '.join(padded[:5])}: name them in exclude, leave the option out, or take base='float'"
+        )
     for name, layer in linear.items():
         module.set_submodule(name, _packed(layer))
 
 
 def _packed(layer: nn.Linear) -> nn.Module:
     packed = bnb.nn.Linear4bit(layer.in_features, layer.out_features, bias=False, quant_type="nf4", device="meta")
-    weight = layer.weight.detach()
+    weight = F.pad(layer.weight.detach(), (0, _padding(layer)))
     packed.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", module=packed).to(weight.device)
     packed.weight.module = None  # copies of the layer would refer to this one
     packed.bias = layer.bias
     # another layout for inference on some CPUs, to which a layer would change its weight in validation
     packed.support_avx512bf16_for_cpu = False
     packed.compute_type_is_set = True  # that of inputs, not of the first input
-    packed.register_forward_pre_hook(_cast_as_autocast)
+    packed.register_forward_pre_hook(_prepare_input)
     packed.register_state_dict_post_hook(_drop_scales)
     packed.train(layer.training)
     result: nn.Module = packed
     return result
 
 
-def _cast_as_autocast(layer: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-    """Cast the input as autocast does that of ``nn.Linear``, so that the output has its dtype."""
-    kind = args[0].device.type
-    return (args[0].to(torch.get_autocast_dtype(kind)),) if torch.is_autocast_enabled(kind) else args
+def _padding(layer: Any) -> int:
+    """Return how many columns of zeros make the rows of a weight whole blocks."""
+    return -int(layer.in_features) % _BLOCK
+
+
+def _prepare_input(layer: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    """Cast the input as autocast does that of ``nn.Linear``, so that outputs have its dtype, and pad it as rows are."""
+    x, kind, padding = args[0], args[0].device.type, _padding(layer)
+    if torch.is_autocast_enabled(kind):
+        x = x.to(torch.get_autocast_dtype(kind))
+    return (F.pad(x, (0, padding)) if padding else x,)
 
 
 def _drop_scales(layer: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -395,16 +412,16 @@ def _scales(value: Any) -> list[Tensor]:
     return [outer.absmax] if inner is None else [outer.absmax, outer.offset.reshape(1), inner.absmax, inner.code]
 
 
-def dequantized(weight: Any) -> Tensor:
-    """Return 4-bit values as floats (O, I), in the dtype that they were made of."""
-    result: Tensor = bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
-    return result
+def dequantized(layer: Any) -> Tensor:
+    """Return the 4-bit weight of a layer as floats (O, I), in the dtype that it was made of."""
+    result: Tensor = bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    return result[:, : layer.in_features].contiguous()
 
 
 def _unpacked(layer: Any, dtype: torch.dtype) -> nn.Linear:
     """Return a plain layer; ``dtype`` is that of its adapter."""
     made = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
-    weight = dequantized(layer.weight)
+    weight = dequantized(layer)
     # peft keeps adapters of 16-bit weights in float32; else a plug-in has cast all but the 4 bits
     made.weight = nn.Parameter(weight.to(dtype) if weight.dtype == torch.float32 else weight)
     if layer.bias is not None:

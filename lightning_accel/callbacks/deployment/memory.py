@@ -18,7 +18,7 @@ from lightning_accel.compress.autotuning import compile_frozen
 from lightning_accel.compress.calls import Inputs, Run, device_of
 from lightning_accel.compress.export.loading import load_compressed, onnx_session
 from lightning_accel.compress.export.writing import export
-from lightning_accel.compress.quantization.form import Form
+from lightning_accel.compress.quantization.form import CannotConvertError, Form
 from lightning_accel.compress.quiet import suppress_output
 from lightning_accel.measure import PeakMemory
 from lightning_accel.ops.extras import require_module
@@ -42,10 +42,10 @@ def memory_of(module: nn.Module, form: Form, calls: Sequence[Inputs], seconds: f
     Raises:
         RuntimeError: if that process fails.
         TimeoutError: if it takes longer than ``seconds``.
-        ValueError: if the form has no file.
+        CannotConvertError: if the form has no file.
     """
     if form.program is None and form.onnx is None:
-        raise ValueError(f"it has no file: {form.no_file}")
+        raise CannotConvertError(f"it has no file: {form.no_file}")
     with tempfile.TemporaryDirectory() as folder:
         path, inputs = Path(folder, "form"), Path(folder, "calls.pt")
         if form.program is None:

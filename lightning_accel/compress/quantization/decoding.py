@@ -7,9 +7,9 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from lightning_accel.compress.calls import Inputs, first_line
+from lightning_accel.compress.calls import Inputs
 from lightning_accel.compress.export.decoding import CachedDecoder
-from lightning_accel.compress.quantization.form import Form
+from lightning_accel.compress.quantization.form import Form, describe_failure
 from lightning_accel.compress.quantization.layers import find_layers
 from lightning_accel.compress.quantization.onnx import sharing_export
 from lightning_accel.compress.quantization.quantized import (
@@ -156,7 +156,7 @@ def _measure_memory(result: Quantized, trial: Trial, memory: Memory) -> None:
         try:
             taken = memory(form, trial.inputs[:2], _remaining(deadline))
         except Exception as error:  # of exporters, and of the process that runs the file
-            _add_note(result.report, form.name, f"memory not measured: {first_line(error)}")
+            _add_note(result.report, form.name, f"memory not measured: {describe_failure(error)}")
         else:
             result.report.rows = [
                 row._replace(memory_bytes=taken) if row.name == form.name else row for row in result.report.rows

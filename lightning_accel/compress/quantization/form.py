@@ -74,6 +74,11 @@ class CannotConvertError(RuntimeError):
     """Report that a form is not available on this machine or for this module."""
 
 
+def describe_failure(error: Exception) -> str:
+    """Return the message of a :class:`CannotConvertError`, or the type and first line of another exception."""
+    return str(error) if isinstance(error, CannotConvertError) else first_line(error)
+
+
 class Compiled:
     """Compile a module by inductor with constant weights, once for each size of inputs.
 

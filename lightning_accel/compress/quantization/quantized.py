@@ -12,7 +12,13 @@ from lightning_accel.compress.calls import Inputs, Run, device_of, first_line, s
 from lightning_accel.compress.export.onnx import ONE_FILE
 from lightning_accel.compress.export.structure import sort_keywords
 from lightning_accel.compress.quantization.fake_quant import rank_layers
-from lightning_accel.compress.quantization.form import CannotConvertError, Form, nbytes_of, require_memory
+from lightning_accel.compress.quantization.form import (
+    CannotConvertError,
+    Form,
+    describe_failure,
+    nbytes_of,
+    require_memory,
+)
 from lightning_accel.compress.quantization.inputs import noise_share
 from lightning_accel.compress.quantization.layers import Layers, find_layers
 from lightning_accel.compress.quantization.onnx import onnx_dynamic, onnx_float, onnx_static, sharing_export
@@ -278,7 +284,7 @@ class Trial:
                     require_similar_outputs(form, self.module, self.inputs[0])
                 self.made[name] = form
             except Exception as error:  # exporters and compilers raise all kinds of exceptions
-                self.refused[name] = _reason(error)
+                self.refused[name] = describe_failure(error)
         for found in (self.made, self.refused):
             _sort_as_listed(found)
 
@@ -319,7 +325,7 @@ class Trial:
                 try:
                     self._keep_sensitive_in_float(name, exclude, self.limit)
                 except Exception as error:
-                    self.refused[name] += f", and with layers in float it fails: {_reason(error)}"
+                    self.refused[name] += f", and with layers in float it fails: {describe_failure(error)}"
 
     def refuse_unlimited(self) -> None:
         """Refuse the forms that lose more than rounding where no limit says how much they may."""
@@ -398,10 +404,6 @@ def _float_row(name: str, device: torch.device) -> str:
     found = MAKERS[name].float_row if name in MAKERS else ""
     # On GPUs, other operations of torchao's forms are in bfloat16
     return "bf16 compiled" if found and device.type == "cuda" else found
-
-
-def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, CannotConvertError) else first_line(error)
 
 
 def _sort_as_listed(values: dict[str, Any]) -> None:

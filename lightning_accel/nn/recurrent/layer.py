@@ -193,7 +193,8 @@ class RecurrentLayer(nn.Module):
         if self.is_scan:
             gate, value = scan_terms(self.cell, self._scan_gates(x))
             return ((gate * states[0] + value).to(self.weight_ih.dtype),)
-        if torch.is_autocast_enabled(x.device.type):  # torch's cells would keep the states in its dtype
+        # torch's cells keep states in autocast's dtype, and have no rule for vmap, which takes gradients
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
             return self._advance(self._project(x), states)
         weights, cell = self._weights(), _STEPS_OF_TORCH[self.cell]
         x, *own = (one.to(weights[0].dtype) for one in (x, *states))

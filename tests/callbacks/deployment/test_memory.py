@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_accel.callbacks.deployment import memory
 from lightning_accel.callbacks.deployment.memory import memory_of
-from lightning_accel.compress.quantization.form import Form, export
+from lightning_accel.compress.quantization.form import CannotConvertError, Form, export
 from lightning_accel.compress.quantization.layers import find_layers
 from lightning_accel.compress.quantization.onnx import onnx_float
 from lightning_accel.compress.quantization.pt2e import torchao_weight_only
@@ -50,5 +50,5 @@ def test_processes_that_fail_or_take_too_long_say_so(monkeypatch):
     monkeypatch.setattr(memory, "_COMMAND", "raise OSError('planted')")
     with pytest.raises(RuntimeError, match="cannot load its file and run it: OSError: planted"):
         memory_of(module, form, calls)
-    with pytest.raises(ValueError, match="it has no file: planted"):
+    with pytest.raises(CannotConvertError, match="it has no file: planted"):
         memory_of(module, Form("int8", module, no_file="planted"), calls)

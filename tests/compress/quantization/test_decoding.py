@@ -97,7 +97,7 @@ def test_forms_are_picked_by_next_tokens_and_the_faster_one_at_prompts_is_noted(
     assert rows[STATIC].note == "planted"
     assert [row.metrics["perplexity"] for row in rows.values()] == [3, 4, 5, 6]
     assert measured == [("fp32 eager", [5, 1], True), (FAST, [5, 1], True)]
-    assert "memory not measured: ValueError: it has no file" not in rows["fp32 eager"].note
+    assert "memory not measured" not in rows["fp32 eager"].note
     assert rows["fp32 eager"].memory_bytes == 4321
     assert rows[FAST].memory_bytes is None
     assert "memory not measured: TimeoutError: planted" in rows[FAST].note

@@ -173,12 +173,14 @@ def test_steps_equal_the_whole(cell):
     rnn = make(cell).double().eval()
     x = torch.randn(3, 5, INPUT).double()
     whole = rnn(x)
-    state, outputs = None, []
-    for step in range(5):
-        output, state = rnn.step(x[:, step], state)
-        outputs.append(output)
-    torch.testing.assert_close(torch.stack(outputs, 1), whole.output)
-    torch.testing.assert_close(state, whole.state)
+    for with_gradients in (True, False):
+        state, outputs = None, []
+        with torch.set_grad_enabled(with_gradients):
+            for step in range(5):
+                output, state = rnn.step(x[:, step], state)
+                outputs.append(output)
+        torch.testing.assert_close(torch.stack(outputs, 1), whole.output)
+        torch.testing.assert_close(state, whole.state)
 
 
 def test_lists_and_packed_sequences_come_back_in_their_form():
