@@ -237,7 +237,9 @@ def test_autocast_keeps_states_in_float32(cell):
     with torch.autocast("cpu", torch.bfloat16):
         out = rnn(x.bfloat16(), torch.tensor([5, 2]))
         stepped, _ = rnn.step(x[:, 0].bfloat16())
-    assert out.output.dtype == stepped.dtype == torch.float32
+        with torch.no_grad():
+            streamed, _ = rnn.step(x[:, 0].bfloat16())
+    assert out.output.dtype == stepped.dtype == streamed.dtype == torch.float32
     torch.testing.assert_close(out.output, rnn(x, torch.tensor([5, 2])).output, atol=0.03, rtol=0.03)
 
 
