@@ -1,12 +1,13 @@
 """Is a trained GPT-2 whose perceptrons become mixtures better than one that trains on, at equal cost?
 
 python benchmarks/bench_upcycling.py [--quick] [--device cpu|cuda] [--width 768 --layers 12] [--seeds 0 1 2]
-    [--steps 3000] [--batch 16] [--k 2] [--json FILE]
+    [--steps 3000] [--batch 16] [--k 2] [--granularity 1] [--json FILE]
 
 A GPT-2 of transformers learns the bytes of Python's library. From its weights, one copy trains on; in the other, every
-second perceptron becomes a mixture of 8 experts, k a token (``replace_mlps_``, ``ExpertLosses``), and it trains until
-the floating-point operations are as many. Learning rates of both are chosen by the validation loss of the first seed,
-and the figures are those of the test files. On a GPU, blocks are compiled, and batches come from its memory.
+second perceptron becomes a mixture of 8 copies, each of as many experts as the granularity says, k of them a token
+(``replace_mlps_``, ``ExpertLosses``), and it trains until the floating-point operations are as many. Learning rates of
+both are chosen by the validation loss of the first seed, and the figures are those of the test files. On a GPU, blocks
+are compiled, and batches come from its memory.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from lightning_accel.callbacks import ExpertLosses, Speedups
 from lightning_accel.nn import MixtureOfExperts, replace_mlps_
 from lightning_accel.ops.matmul import why_no_onednn_matmul
 
-LENGTH, EXPERTS = 128, 8
+LENGTH, COPIES = 128, 8
 RATES = (5e-4, 1e-3, 2e-3)
 SUBJECTS = ("dense", "upcycled")
 
@@ -108,14 +109,14 @@ def library() -> dict[str, bytes]:
     return {name: b"".join(files) for name, files in texts.items()}
 
 
-def flops(model: GPT2LMHeadModel, k: int) -> int:
+def flops(model: GPT2LMHeadModel, k: int, num_experts: int) -> int:
     """Return the floating-point operations of a token forward: those of layers in use, of attention and of the head."""
     config = model.config
     in_mixtures = {
         id(p) for one in model.modules() if isinstance(one, MixtureOfExperts) for p in one.experts.parameters()
     }
     named = model.transformer.h.named_parameters()
-    weights = sum(p.numel() * (k / EXPERTS if id(p) in in_mixtures else 1) for _, p in named if p.ndim > 1)
+    weights = sum(p.numel() * (k / num_experts if id(p) in in_mixtures else 1) for _, p in named if p.ndim > 1)
     return int(2 * (weights + config.vocab_size * config.n_embd) + 4 * LENGTH * config.n_embd * config.n_layer)
 
 
@@ -146,11 +147,12 @@ def bits_per_byte(model: GPT2LMHeadModel, windows: Windows) -> float:
     return float(torch.stack(losses).mean()) / 0.6931471805599453
 
 
-def start_of(subject: str, dense: GPT2LMHeadModel, seed: int, k: int) -> GPT2LMHeadModel:
+def start_of(subject: str, dense: GPT2LMHeadModel, seed: int, k: int, granularity: int) -> GPT2LMHeadModel:
     model = deepcopy(dense)
     if subject == "upcycled":
         L.seed_everything(seed, verbose=False)
-        replace_mlps_(model, EXPERTS, k, layers=range(1, model.config.n_layer, 2))
+        layers = range(1, model.config.n_layer, 2)
+        replace_mlps_(model, COPIES * granularity, k, layers=layers, granularity=granularity)
     return model
 
 
@@ -164,13 +166,14 @@ def main() -> None:
     parser.add_argument("--start-steps", type=int, help="of the dense model before; as many without it")
     parser.add_argument("--batch", type=int, default=16, help="windows of 128 bytes of a step")
     parser.add_argument("--k", type=int, default=2, help="experts of a token")
+    parser.add_argument("--granularity", type=int, default=1, help="experts of a copy; as k, a token costs no more")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--rates", type=float, nargs="+", default=[*RATES])
     parser.add_argument("--precision", default="32-true", help="that of the Trainer")
     parser.add_argument("--json", type=Path, help="file for the rows")
     arguments = parser.parse_args()
     steps, seeds, rates, windows = arguments.steps, arguments.seeds, arguments.rates, 1000
-    device, k = arguments.device, arguments.k
+    device, k, granularity = arguments.device, arguments.k, arguments.granularity
     if arguments.quick:
         steps, seeds, rates, windows = 20, [0], rates[:1], 10
     warnings.filterwarnings("ignore")
@@ -196,8 +199,9 @@ def main() -> None:
         print(rows[-1], flush=True)
         for subject in SUBJECTS:
             for rate in [chosen[subject]] if subject in chosen else rates:
-                model = start_of(subject, dense, seed, k)
-                own_steps = round(steps * flops(dense, k) / flops(model, k))
+                model = start_of(subject, dense, seed, k, granularity)
+                costs = [flops(one, k, COPIES * granularity) for one in (dense, model)]
+                own_steps = round(steps * costs[0] / costs[1])
                 row = {"seed": seed, "subject": subject, "rate": rate, "steps": own_steps}
                 row["parameters"] = sum(p.numel() for p in model.parameters())
                 row["test_before"] = bits_per_byte(model, held_out["test"])

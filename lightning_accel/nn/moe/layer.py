@@ -189,12 +189,14 @@ class MixtureOfExperts(nn.Module):
         num_experts: int,
         k: int = 2,
         *,
+        granularity: int = 1,
         capacity_factor: float | None = None,
         gate: GateFactory = TopKGate,
     ) -> "MixtureOfExperts":
         """Create a mixture whose experts are copies of a trained perceptron, so that its initial outputs are equal.
 
-        This is sparse upcycling (Komatsuzaki et al. 2022, https://arxiv.org/abs/2212.05055).
+        This is sparse upcycling (Komatsuzaki et al. 2022, https://arxiv.org/abs/2212.05055), with narrower experts by
+        virtual groups (He et al. 2024, https://arxiv.org/abs/2410.07524).
 
         Args:
             mlp: a :class:`~lightning_accel.nn.FeedForward`, or a module whose only linear layers are two, or three of
@@ -202,19 +204,24 @@ class MixtureOfExperts(nn.Module):
                 its weights.
             num_experts: E.
             k: K.
+            granularity: G, number of experts that share the H hidden units of one copy, H / G each. A token visits
+                K / G copies at first, all of their experts, whose rows of the gate are equal then; training tells them
+                apart. With ``k=granularity`` a token costs what the perceptron cost.
             capacity_factor: see the class; outputs of dropped tokens differ from the perceptron's.
             gate: see the class.
 
         Raises:
             TypeError: if ``mlp`` is none of these, or its activation is not one that experts have.
-            ValueError: if the gate's weights of a token do not sum to 1, as with ``k=1``.
+            ValueError: if the gate's weights of a token do not sum to 1, as with ``k=1``, or E, K or H are no multiples
+                of ``granularity``.
         """
         dense = mlp if isinstance(mlp, Perceptron) else read_perceptron(mlp)
         if (dense.up_bias is None) != (dense.down_bias is None):
             raise TypeError("both layers of the perceptron must have a bias, or none")
         dim, hidden_dim = dense.down.shape
+        _require_multiples(granularity, num_experts=num_experts, k=k, hidden_dim=hidden_dim)
         mixture = cls(
-            dim, hidden_dim, num_experts, k, activation=dense.activation, gated=dense.is_gated,
+            dim, hidden_dim // granularity, num_experts, k, activation=dense.activation, gated=dense.is_gated,
             bias=dense.up_bias is not None, gate=gate, capacity_factor=capacity_factor,
         ).to(dense.down)  # fmt: skip
         made = mixture.gate
@@ -226,17 +233,29 @@ class MixtureOfExperts(nn.Module):
                 f"normalize={made.normalize}, scale={made.scale}. Take k=2 or more, or "
                 "gate=functools.partial(TopKGate, normalize=True)"
             )
-        ours = mixture.experts
+        if granularity > 1 and not isinstance(made, TopKGate):
+            raise ValueError(f"granularity={granularity} needs a TopKGate; got {type(made).__name__}")
+        ours, halves = mixture.experts, 1 + dense.is_gated
         with torch.no_grad():
-            for parameter, source in (
-                (ours.up_weight, dense.up),
-                (ours.down_weight, dense.down),
-                (ours.up_bias, dense.up_bias),
-                (ours.down_bias, dense.down_bias),
-            ):
-                if parameter is not None and source is not None:
-                    parameter.copy_(source)
+            if isinstance(made, TopKGate):
+                made.weight.copy_(made.weight[::granularity].repeat_interleave(granularity, 0))
+            for part in range(granularity):  # of each copy
+                for parameter, source in (ours.up_weight, dense.up), (ours.up_bias, dense.up_bias):
+                    if parameter is not None and source is not None:
+                        rows = source.unflatten(0, (halves, granularity, -1))[:, part]
+                        parameter[part::granularity] = rows.flatten(0, 1)
+                # each has a share of the weights of a token
+                ours.down_weight[part::granularity] = granularity * dense.down.chunk(granularity, 1)[part]
+            if ours.down_bias is not None and dense.down_bias is not None:
+                ours.down_bias.copy_(dense.down_bias)
         return mixture
+
+
+def _require_multiples(granularity: int, **sizes: int) -> None:
+    wrong = {name: size for name, size in sizes.items() if granularity < 1 or size % granularity}
+    if wrong:
+        found = ", ".join(f"{name}={size}" for name, size in wrong.items())
+        raise ValueError(f"num_experts, k and hidden_dim must be multiples of granularity={granularity}; got {found}")
 
 
 def read_transformers(state: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:

@@ -37,6 +37,7 @@ def replace_mlps_(
     k: int = 2,
     *,
     layers: Sequence[int] | None = None,
+    granularity: int = 1,
     capacity_factor: float | None = None,
     gate: GateFactory = TopKGate,
 ) -> list[str]:
@@ -51,6 +52,8 @@ def replace_mlps_(
         num_experts: of each mixture.
         k: experts of each token.
         layers: numbers of the perceptrons to replace, in their order; all by default. Every second one is usual.
+        granularity: number of narrow experts that a copy is split into; with ``k=granularity`` a token costs what it
+            cost before. See :meth:`MixtureOfExperts.from_dense`.
         capacity_factor: see :class:`MixtureOfExperts`; outputs of tokens that are dropped differ.
         gate: see :class:`MixtureOfExperts`; weights of a token have to sum to 1.
 
@@ -58,8 +61,8 @@ def replace_mlps_(
         The names of the modules that were replaced.
 
     Raises:
-        ValueError: if there is no perceptron, with why those that look like some are not replaced, or ``layers`` names
-            others than there are.
+        ValueError: if there is no perceptron, with why those that look like some are not replaced, ``layers`` names
+            others than there are, or a number is no multiple of ``granularity``.
 
     Source: Komatsuzaki et al. 2022, Sparse Upcycling, https://arxiv.org/abs/2212.05055.
     """
@@ -73,13 +76,18 @@ def replace_mlps_(
             f"keep the width of their input{': ' * bool(why)}{why}. Put MixtureOfExperts into the network's own code"
         )
     mixtures: dict[int, MixtureMLP] = {}
-    for place in _chosen(places, layers):
+    chosen = _chosen(places, layers)
+    for place in chosen:
         if id(place.module) not in mixtures:
-            mixtures[id(place.module)] = _mixture_of(place, num_experts, k, capacity_factor, gate)
+            mixture = MixtureOfExperts.from_dense(
+                place.perceptron, num_experts, k, granularity=granularity, capacity_factor=capacity_factor, gate=gate
+            )
+            mixtures[id(place.module)] = MixtureMLP(mixture, _last_dropout(place)).train(place.module.training)
+    for place in chosen:
         _set(module, place.target, mixtures[id(place.module)])
         for name in place.emptied:
             _set(module, name, nn.Identity())
-    return [place.name for place in _chosen(places, layers)]
+    return [place.name for place in chosen]
 
 
 def _chosen(places: Sequence[Place], layers: Sequence[int] | None) -> list[Place]:
@@ -89,11 +97,6 @@ def _chosen(places: Sequence[Place], layers: Sequence[int] | None) -> list[Place
     if not layers or len({*layers}) < len(layers) or any(number not in known for number in layers):
         raise ValueError(f"layers must be different numbers below {len(places)}, that of perceptrons; got {layers!r}")
     return [places[number] for number in layers]
-
-
-def _mixture_of(place: Place, num_experts: int, k: int, capacity_factor: float | None, gate: GateFactory) -> MixtureMLP:
-    mixture = MixtureOfExperts.from_dense(place.perceptron, num_experts, k, capacity_factor=capacity_factor, gate=gate)
-    return MixtureMLP(mixture, _last_dropout(place)).train(place.module.training)
 
 
 def _last_dropout(place: Place) -> float:

@@ -198,6 +198,20 @@ def test_upcycled_mixture_equals_the_dense_one(gated, bias):
     torch.testing.assert_close(mixture(x.double()).features, sequential.eval()(x.double()))
 
 
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("granularity", "k", "bias"), [(2, 2, True), (2, 4, False), (3, 3, True)])
+def test_narrow_experts_start_as_the_dense_one(granularity, k, gated, bias):
+    dense, x = FeedForward(5, 12, "silu", gated, bias).double(), torch.randn(11, 5).double()
+    mixture = MixtureOfExperts.from_dense(dense, 4 * granularity, k, granularity=granularity)
+    assert mixture.experts.down_weight.shape == (4 * granularity, 5, 12 // granularity)
+    torch.testing.assert_close(mixture(x).features, dense(x))
+    counts = mixture(x).report.expert_counts.view(4, granularity)
+    assert counts.eq(counts[:, :1]).all()
+    assert counts.count_nonzero(0).gt(1).all()
+    mixture(x).features.square().sum().backward()
+    assert not mixture.gate.weight.grad[0].equal(mixture.gate.weight.grad[1])
+
+
 def test_perceptron_of_llama_is_upcycled():
     class LlamaMLP(nn.Module):
         def __init__(self, bias):
@@ -215,6 +229,10 @@ def test_perceptron_of_llama_is_upcycled():
 
 
 def test_what_cannot_be_upcycled_is_refused():
+    class Tokens(nn.Module):
+        def __init__(self, *sizes):
+            super().__init__()
+
     dense = FeedForward(5, 7)
     with pytest.raises(ValueError, match=r"must sum to 1 .* k=1, normalize=False.*Take k=2 or more, or"):
         MixtureOfExperts.from_dense(dense, num_experts=4, k=1)
@@ -224,6 +242,11 @@ def test_what_cannot_be_upcycled_is_refused():
         MixtureOfExperts.from_dense(dense, num_experts=4, gate=partial(TopKGate, scale=2.0))
     with pytest.raises(TypeError, match="both layers of the perceptron must have a bias, or none"):
         MixtureOfExperts.from_dense(nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 5, bias=False)), 4)
+    for sizes, found in (((6, 4, 4), "num_experts=6, hidden_dim=7"), ((4, 2, 0), "num_experts=4, k=2, hidden_dim=7")):
+        with pytest.raises(ValueError, match=f"must be multiples of granularity={sizes[2]}; got {found}"):
+            MixtureOfExperts.from_dense(dense, *sizes[:2], granularity=sizes[2])
+    with pytest.raises(ValueError, match="granularity=7 needs a TopKGate; got Tokens"):
+        MixtureOfExperts.from_dense(dense, 14, 7, granularity=7, gate=Tokens)
     x = torch.randn(3, 5)
     one = MixtureOfExperts.from_dense(dense, num_experts=4, k=1, gate=partial(TopKGate, normalize=True))
     torch.testing.assert_close(one(x).features, dense(x))

@@ -194,7 +194,9 @@ def test_a_part_of_the_layers_can_be_replaced():
     for layers in [1], [], [0, 0], "0":
         with pytest.raises(ValueError, match=r"layers must be different numbers below 1, that of perceptrons; got "):
             replace_mlps_(net, 4, layers=layers)
-    replace_mlps_(net, 4)
+    replace_mlps_(net, 4, granularity=2)
+    hidden = [one.mixture.experts.down_weight.shape[2] for one in net.blocks]
+    assert hidden[0] == hidden[2] == 2 * hidden[1]
     with pytest.raises(ValueError, match="the perceptrons of Net are mixtures of experts already"):
         replace_mlps_(net, 4)
 
