@@ -15,6 +15,7 @@ from lightning_accel.ops.float32 import dtype_of_sums
 _IDLE_SHARE = 0.01  # experts with less than this part of an equal share count as idle
 # threads with one device each may share an ExpertLoad; global, as objects with locks cannot be copied
 _ADD_LOCK = Lock()
+_LARGE_BIAS = 0.5  # scores are within 0 and 1
 _MIN_MEAN_SLOTS = 64  # from this mean number of slots on, an expert without slots is no accident
 
 
@@ -120,7 +121,8 @@ class ExpertLoad:
     def warn_if_collapsed(self) -> None:
         """Warn, once per gate, if a few of its experts got nearly all slots since the last check.
 
-        This waits for the device. As long as there are too few slots for a decision, they keep adding up.
+        This waits for the device. As long as there are too few slots for a decision, they keep adding up. A bias that
+        balances the load has some hundred steps to do so: until biases differ by half the range of scores.
         """
         for number, (gate, counts) in enumerate(zip(self.gates, self._since_check, strict=True)):
             if isinstance(counts, int) or counts.mean() < _MIN_MEAN_SLOTS:
@@ -128,7 +130,8 @@ class ExpertLoad:
             self._since_check[number] = 0
             num_experts = len(counts)
             idle = int((counts < _IDLE_SHARE * counts.mean()).sum())
-            if num_experts - idle <= max(getattr(gate, "k", 1), num_experts // 4) < num_experts:
+            is_collapsed = num_experts - idle <= max(getattr(gate, "k", 1), num_experts // 4) < num_experts
+            if is_collapsed and not _has_bias_on_its_way(gate):
                 self._warn(number, idle, num_experts)
 
     def _warn(self, number: int, idle: int, num_experts: int) -> None:
@@ -140,6 +143,11 @@ class ExpertLoad:
                 "the learning rate",
                 stacklevel=3,
             )
+
+
+def _has_bias_on_its_way(gate: Any) -> bool:
+    steps = getattr(gate, "bias_steps", None)
+    return steps is not None and float(steps.max() - steps.min()) * gate.bias_update_rate < _LARGE_BIAS
 
 
 def summarise_load(statistics: Sequence[LoadStatistics]) -> dict[str, Tensor]:

@@ -80,6 +80,21 @@ def test_each_check_looks_at_what_came_since_the_last():
         load.warn_if_collapsed()
 
 
+def test_a_bias_has_time_to_balance_the_load():
+    gate = TopKGate(2, 6, bias_update_rate=0.1)
+    load = ExpertLoad([gate])
+    for step in range(4):
+        load.add(reports(200, 200, 0, 0, 0, 0))
+        load.step()
+        assert int(gate.bias_steps.max() - gate.bias_steps.min()) == 2 * (step + 1)
+        if step < 2:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                load.warn_if_collapsed()
+    with pytest.warns(UserWarning, match="gate 0 has collapsed: 4 of its 6 experts"):
+        load.warn_if_collapsed()
+
+
 def test_start_leaves_what_a_resumed_gate_knows():
     fresh, resumed = TopKGate(2, 3), TopKGate(2, 3)
     resumed.update(torch.tensor([5, 1, 0]))
