@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_accel.compress.uncompiled import uncompiled
 from lightning_accel.data.digest import digest_of
+from lightning_accel.nn.features import require_width
 from lightning_accel.ops.extras import import_on_use, require_module
 from lightning_accel.ops.names import (
     HEADS_AND_GATES,
@@ -393,6 +394,7 @@ def _padding(layer: Any) -> int:
 
 def _prepare_input(layer: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
     """Cast the input as autocast does that of ``nn.Linear``, so that outputs have its dtype, and pad it as rows are."""
+    require_width(layer, args[0], "in_features", int(layer.in_features), "x (..., {})")
     x, kind, padding = args[0], args[0].device.type, _padding(layer)
     if torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))

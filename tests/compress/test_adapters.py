@@ -188,6 +188,8 @@ def test_four_bits_are_those_of_bitsandbytes_and_of_the_table():
             add_adapters_(own, 2, base="nf4", options=options)
         add_adapters_(own, 2, base="nf4", options=options, exclude="1")
         assert own(torch.randn(2, 64)).shape == (2, 8)
+    with pytest.raises(ValueError, match=r"Linear4bit\(in_features=80\) takes x \(..., 80\); got \(3, 79\)"):
+        module(x[:, 1:])
     first = x @ values[0].T + module[0].base_layer.bias
     torch.testing.assert_close(module(x), first.relu() @ values[1].T + module[2].base_layer.bias, **CLOSE)
 

@@ -206,7 +206,7 @@ class MixtureOfExperts(nn.Module):
             k: K.
             granularity: G, number of experts that share the H hidden units of one copy, H / G each. A token visits
                 K / G copies at first, all of their experts, whose rows of the gate are equal then; training tells them
-                apart. With ``k=granularity`` a token costs what the perceptron cost.
+                apart. (Outputs are equal as long as scores of copies are: sigmoids of large values may not be.) With ``k=granularity`` a token costs what the perceptron cost.
             capacity_factor: see the class; outputs of dropped tokens differ from the perceptron's.
             gate: see the class.
 
@@ -252,7 +252,8 @@ class MixtureOfExperts(nn.Module):
 
 
 def _require_multiples(granularity: int, **sizes: int) -> None:
-    wrong = {name: size for name, size in sizes.items() if granularity < 1 or size % granularity}
+    is_number = isinstance(granularity, int) and granularity >= 1
+    wrong = {name: size for name, size in sizes.items() if not is_number or size % granularity}
     if wrong:
         found = ", ".join(f"{name}={size}" for name, size in wrong.items())
         raise ValueError(f"num_experts, k and hidden_dim must be multiples of granularity={granularity}; got {found}")

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_accel._private.torch import in_transform
 from lightning_accel.ops import gated_scan, linear_scan, recurrent_layer
 from lightning_accel.ops.recurrent import run_kernel, run_padded
 from lightning_accel.ops.scan.linear import scan_terms
@@ -193,8 +194,8 @@ class RecurrentLayer(nn.Module):
         if self.is_scan:
             gate, value = scan_terms(self.cell, self._scan_gates(x))
             return ((gate * states[0] + value).to(self.weight_ih.dtype),)
-        # torch's cells keep states in autocast's dtype, and have no rule for vmap, which takes gradients
-        if torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+        # torch's cells keep states in autocast's dtype, and have no rule for vmap
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type) or in_transform():
             return self._advance(self._project(x), states)
         weights, cell = self._weights(), _STEPS_OF_TORCH[self.cell]
         x, *own = (one.to(weights[0].dtype) for one in (x, *states))

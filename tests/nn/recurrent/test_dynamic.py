@@ -179,8 +179,10 @@ def test_steps_equal_the_whole(cell):
             for step in range(5):
                 output, state = rnn.step(x[:, step], state)
                 outputs.append(output)
+            mapped = torch.vmap(lambda one: rnn.step(one)[0])(x.transpose(0, 1))
         torch.testing.assert_close(torch.stack(outputs, 1), whole.output)
         torch.testing.assert_close(state, whole.state)
+        torch.testing.assert_close(mapped[0], outputs[0])
 
 
 def test_lists_and_packed_sequences_come_back_in_their_form():
