@@ -22,6 +22,7 @@ from lightning_accel.ops.names import Exclusion, find_excluded
 
 _COUNTS = "num_experts", "num_local_experts", "n_routed_experts"
 _CHOSEN = "k", "top_k", "num_experts_per_tok"
+_GROUPS, _CHOSEN_GROUPS = ("n_group", "num_group"), ("topk_group",)  # of gates that choose groups of experts first
 
 
 def score_experts(module: nn.Module, inputs: Sequence[Inputs], exclude: Sequence[Exclusion] = ()) -> dict[str, Tensor]:
@@ -106,7 +107,8 @@ def plan_without_experts(
     """Plan to remove the experts that add the least to the outputs, and return the scores, too.
 
     Rows of the gate, and what else it holds for each expert, go with them, so that tokens go to the best of the experts
-    that stay. Each mixture loses the same share, and keeps as many experts as a token is sent to.
+    that stay. Each mixture loses the same share, and keeps as many experts as a token is sent to. Where a gate chooses
+    among groups of experts first, as that of DeepSeek-V3, each group loses as many.
 
     Args:
         module: as in :func:`score_experts`, like all that follow but ``sparsity``; it is not changed.
@@ -116,7 +118,7 @@ def plan_without_experts(
 
     Raises:
         ValueError: if there is no mixture, one has no gate that is found, gets no token, makes NaN, or has equal scores
-            for all its experts, or too few experts would stay.
+            for all its experts, too few experts would stay, or the share cannot be taken from all groups alike.
     """
     scores = score_experts(module, inputs, exclude)
     if not scores:
@@ -133,14 +135,23 @@ def plan_without_experts(
         if len(own.unique()) == 1:
             what = f"the score {float(own[0]):g} for each of them" if own.any() else "no token, or outputs of 0"
             raise ValueError(f"which experts of {name} matter is not known: the calibration data brought {what}")
-        gate = _require_gate(module, name, total)
-        stay = max((int(getattr(gate, key, 1)) for key in _CHOSEN), default=1)
-        if total - count < stay or not count:
+        around = module.get_submodule(_mixture_of(name)), _require_gate(module, name, total)
+        stay, groups, in_groups = (_largest(around, keys) for keys in (_CHOSEN, _GROUPS, _CHOSEN_GROUPS))
+        if count % groups:
             raise ValueError(
-                f"a share of {sparsity:g} of the {total} experts of {name} leaves {total - count}; it must be at least "
-                f"one less than all and leave {stay}, to which a token is sent"
+                f"a share of {sparsity:g} of the {total} experts of {name} is {count}, and its gate chooses among "
+                f"{groups} groups, which have to lose as many each: take a share of a multiple of {groups / total:g}"
             )
-        chosen = own.argsort(stable=True)[:count].sort().values.tolist()
+        left = (total - count) // groups * (in_groups if groups > 1 else 1)
+        if left < stay or not count:
+            raise ValueError(
+                f"a share of {sparsity:g} of the {total} experts of {name} leaves {left}"
+                f"{' in the groups of a token' if groups > 1 else ''}; it must be at least one less than all and leave "
+                f"{stay}, to which a token is sent"
+            )
+        lowest = own.view(groups, -1).argsort(dim=1, stable=True)[:, : count // groups]
+        first = torch.arange(0, total, total // groups)[:, None]  # of each group
+        chosen = (lowest.cpu() + first).flatten().sort().values.tolist()
         gone |= dict.fromkeys(_slices(module, name, total), chosen)
         attributes |= dict.fromkeys(_counters(module, name, total, are_all=not exclude), total - count)
     return make_channel_plan(module, gone, attributes), scores
@@ -150,8 +161,13 @@ def _mixture_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
+def _largest(modules: Sequence[nn.Module], keys: Sequence[str]) -> int:
+    return max(int(getattr(one, key, None) or 1) for one in modules for key in keys)
+
+
 def _is_gate(name: str, part: nn.Module) -> bool:
-    return name.rpartition(".")[2] in ("gate", "router") or type(part).__name__.endswith(("Gate", "Router"))
+    """Return whether a part of a mixture is a gate, or within one."""
+    return bool({"gate", "router"} & {*name.split(".")}) or type(part).__name__.endswith(("Gate", "Router"))
 
 
 def _require_gate(module: nn.Module, name: str, total: int) -> nn.Module:
@@ -165,14 +181,20 @@ def _require_gate(module: nn.Module, name: str, total: int) -> nn.Module:
 
 
 def _slices(module: nn.Module, name: str, total: int) -> list[tuple[str, int]]:
-    """Return the parameters and buffers with one entry for each expert in dimension 0: of the experts, and the gate."""
+    """Return the parameters and buffers with one entry for each expert, and the dimension that has them.
+
+    They are those of the experts, of the gate and its parts, and of the module around both, such as a bias of the gate.
+    """
     around = _mixture_of(name)
     found = []
     for path, part in module.get_submodule(around).named_modules():
         whole = f"{around}.{path}".strip(".")
-        if whole == name or _is_gate(path, part):
+        if whole == name or not path or _is_gate(path, part):
             own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
-            found += [(f"{whole}.{key}", 0) for key, value in own if value.ndim and len(value) == total]
+            for key, value in own:
+                dim = 1 if value.shape[:1] == (1,) and value.ndim > 1 else 0
+                if value.ndim and value.shape[dim] == total:
+                    found.append((f"{whole}.{key}".strip("."), dim))
     return found
 
 

@@ -206,7 +206,8 @@ class MixtureOfExperts(nn.Module):
             k: K.
             granularity: G, number of experts that share the H hidden units of one copy, H / G each. A token visits
                 K / G copies at first, all of their experts, whose rows of the gate are equal then; training tells them
-                apart. (Outputs are equal as long as scores of copies are: sigmoids of large values may not be.) With ``k=granularity`` a token costs what the perceptron cost.
+                apart. Outputs are equal while scores of copies differ: sigmoids of large values may not. With
+                ``k=granularity`` a token costs what the perceptron cost.
             capacity_factor: see the class; outputs of dropped tokens differ from the perceptron's.
             gate: see the class.
 

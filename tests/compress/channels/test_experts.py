@@ -186,3 +186,43 @@ def test_our_language_model_trains_on():
     assert len(model.expert_load.step()) == 2
     model.val_load.update(output.reports)
     assert model.val_load.compute().shape == (2, 4)
+
+
+SIZES = {
+    "vocab_size": 16, "hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 8, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 16,
+    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None, "num_experts_per_tok": 2,
+}  # fmt: skip
+LATENT = dict.fromkeys(["q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"], 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "bias"),
+    [
+        ("DeepseekV3", LATENT | {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+         "gate.e_score_correction_bias"),
+        ("MiniMaxM2", {"num_local_experts": 8}, "e_score_correction_bias"),
+        ("Ernie4_5_Moe", {"moe_num_experts": 8, "moe_k": 2}, "gate.moe_statics.e_score_correction_bias"),
+    ],
+)  # fmt: skip
+def test_what_gates_hold_elsewhere_goes_and_groups_stay_equal(name, sizes, bias):
+    transformers = pytest.importorskip("transformers")
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**SIZES | sizes)).eval()
+    tokens = torch.randint(16, (2, 7))
+    plan, scores = plan_without_experts(model, [((tokens,), {})], 0.25)
+    small = copy.deepcopy(model)
+    apply_plan_(small, plan)
+    for path in scores:
+        kept = plan.kept[f"{path}.down_proj"][0]
+        gone = [one for one in range(8) if one not in kept]
+        if "n_group" in sizes:
+            assert [one // 4 for one in gone] == [0, 1]
+        tensors = dict([*model.named_parameters(), *model.named_buffers()])
+        tensors[f"{path.removesuffix('experts')}{bias}"].data[..., gone] = -1e9  # never chosen
+    torch.testing.assert_close(small(tokens).logits, model(tokens).logits, rtol=1e-3, atol=1e-5)
+    assert small(tokens[:1, :1]).logits.isfinite().all()
+    if "n_group" in sizes:
+        with pytest.raises(ValueError, match=r"0.125 of the 8 experts of .* is 1, .* 2 groups, .* a multiple of 0.25"):
+            plan_without_experts(model, [((tokens,), {})], 0.125)
+        with pytest.raises(ValueError, match=r"leaves 1 in the groups of a token; .* leave 2"):
+            plan_without_experts(model, [((tokens,), {})], 0.75)
