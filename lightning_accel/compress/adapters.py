@@ -392,7 +392,7 @@ def _padding(layer: Any) -> int:
     return -int(layer.in_features) % _BLOCK
 
 
-def _prepare_input(layer: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+def _prepare_input(layer: Any, args: tuple[Tensor]) -> tuple[Tensor]:
     """Cast the input as autocast does that of ``nn.Linear``, so that outputs have its dtype, and pad it as rows are."""
     require_width(layer, args[0], "in_features", int(layer.in_features), "x (..., {})")
     x, kind, padding = args[0], args[0].device.type, _padding(layer)
