@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from bench_one_shot import calls_of, perplexity, train
+from bench_one_shot import calls_of, perplexity, train, windows_of_text
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
@@ -140,9 +140,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     seeds, steps = ([0], 20) if options.quick else (options.seeds, options.steps)
-    data = TextDataModule(context_length=128, batch_size=16)
-    data.prepare_data()
-    data.setup()
+    data = windows_of_text()
     results: dict[str, list[float]] = {}
     for seed in seeds:
         for name, value in measure(train("MoELanguageModel", seed, steps, "cpu", data), data).items():

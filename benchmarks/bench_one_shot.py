@@ -73,6 +73,13 @@ def make(subject: str, steps: int) -> L.LightningModule:
     return model
 
 
+def windows_of_text() -> TextDataModule:
+    data = TextDataModule(context_length=128, batch_size=16)
+    data.prepare_data()
+    data.setup()
+    return data
+
+
 def train(subject: str, seed: int, steps: int, device: str, data: TextDataModule) -> L.LightningModule:
     L.seed_everything(seed, verbose=False)
     model = make(subject, steps)
@@ -132,9 +139,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     seeds, steps = ([0], 20) if options.quick else (options.seeds, options.steps)
-    data = TextDataModule(context_length=128, batch_size=16)
-    data.prepare_data()
-    data.setup()
+    data = windows_of_text()
     results: dict[str, dict[str, list[dict[str, float]]]] = {}
     for subject in options.models:
         for seed in seeds:

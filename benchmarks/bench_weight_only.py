@@ -29,7 +29,7 @@ import numpy as np
 import onnx
 import torch
 import torch.nn.functional as F
-from bench_one_shot import NUM_TEST, calls_of, train
+from bench_one_shot import NUM_TEST, calls_of, train, windows_of_text
 from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 from onnxruntime.quantization.onnx_model import ONNXModel
 from torch import Tensor, nn
@@ -120,9 +120,7 @@ def perplexity(run: Callable[[Tensor], Any], data: TextDataModule) -> float:
 
 
 def quality(seeds: list[int], steps: int) -> dict[str, list[float]]:
-    data = TextDataModule(context_length=128, batch_size=16)
-    data.prepare_data()
-    data.setup()
+    data = windows_of_text()
     found: dict[str, list[float]] = {}
     for seed in seeds:
         model = train("Llama", seed, steps, "cpu", data)
