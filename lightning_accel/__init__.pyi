@@ -26,6 +26,7 @@ from lightning_accel.nn import MixtureOfExperts as MixtureOfExperts
 from lightning_accel.nn import RO3Conv as RO3Conv
 from lightning_accel.nn import RO3Pooling as RO3Pooling
 from lightning_accel.nn import TopKGate as TopKGate
+from lightning_accel.planning import plan as plan
 from lightning_accel.precision import AmpPrecision as AmpPrecision
 from lightning_accel.precision import Bfloat16Precision as Bfloat16Precision
 from lightning_accel.strategies import AccelDDPStrategy as AccelDDPStrategy

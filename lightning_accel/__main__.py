@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from lightning_accel import __version__
 
 _HELP = f"""\
-usage: lightning-accel [--version] [--debug] {{fit,validate,test,predict,export,tune,doctor,build-ops}} [options]
+usage: lightning-accel [--version] [--debug] {{fit,validate,test,predict,export,tune,plan,doctor,build-ops}} [options]
 
 lightning_accel {__version__}: train and run PyTorch Lightning modules from a config, ours or your own.
 
@@ -22,6 +22,8 @@ subcommands:
 
   tune         find a faster variant of a run on this machine, proven to learn the same:
                lightning-accel tune --config X.yaml --budget 10m, with --goal memory or latency for less of these
+  plan         predict memory, communication and time on other machines, for each strategy, without them:
+               lightning-accel plan --config X.yaml --gpus 8xH100-80GB --machines 4
   doctor       describe this machine and measure what it reaches; with --config X train X for some seconds, and tell
                where its time goes and what slows it: lightning-accel doctor --help
   build-ops    build the native kernels now, not when they are first used: lightning-accel build-ops --help
@@ -67,6 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from lightning_accel.cli.doctor import run_doctor
 
         return run_doctor(arguments[1:])
+    if arguments[0] == "plan":
+        from lightning_accel.cli.plan import run_plan
+
+        return run_plan(arguments[1:])
     if arguments[0] == "tune":
         from lightning_accel.cli.tune import run_tune
 

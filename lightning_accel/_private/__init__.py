@@ -13,6 +13,8 @@ OVERRIDDEN = {
     "cli.command.AccelCLI._parse_ckpt_path": "LightningCLI offers no hook between a checkpoint's values and the parser",
     "cli.command.AccelCLI._prepare_subcommand_parser": "the only place that fills the parser of one subcommand alone",
     "nn.recurrent.layer.RecurrentLayer._apply": "as of torch.nn.RNNBase, whose weights move into one piece of memory",
+    "planning.simulated_group.SimulatedGroup._allgather_base": "torch before 2.13 calls it by this name",
+    "planning.simulated_group.SimulatedGroup._reduce_scatter_base": "torch before 2.13 calls it by this name",
     "precision.amp.WorldGradScaler._unscale_grads_": "unscale_ passes all gradients to it, of all meshes",
     "strategies.sharding.strategy.FullyShardedStrategy._get_process_group_backend": "the group is made by its answer",
 }

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # with which DTensor looks for sizes of results
 from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
@@ -85,6 +86,11 @@ def arguments_of(operation: Any) -> Sequence[Any]:
     return operation._schema.arguments
 
 
+def returns_of(operation: Any) -> Sequence[Any]:
+    """Return the declared results of a dispatched operation, which only its private schema holds."""
+    return operation._schema.returns
+
+
 def replace_cpu_kernel(name: str, kernel: Callable[..., Any], key: str) -> Callable[[], None]:
     """Let an operation of torch run ``kernel`` on CPU tensors until the returned function is called.
 
@@ -100,6 +106,55 @@ def replace_cpu_kernel(name: str, kernel: Callable[..., Any], key: str) -> Calla
     packet, _, overload = name.partition(".")
     getattr(getattr(torch.ops.aten, packet), overload or "default")._dispatch_cache.clear()
     return library._destroy
+
+
+@contextlib.contextmanager
+def foreach_on_cpu() -> Iterator[None]:
+    """Let optimizers update lists of tensors at once on the CPU, as they do on CUDA; the choice is made in a list."""
+    module: Any = _optimizer
+    found = module._get_foreach_kernels_supported_devices
+    module._get_foreach_kernels_supported_devices = lambda: [*found(), "cpu"]
+    try:
+        yield
+    finally:
+        module._get_foreach_kernels_supported_devices = found
+
+
+def finished_work(future: Any) -> Any:
+    """Return a collective's handle that a future completes; torch makes these for groups in C++ alone."""
+    module: Any = torch._C._distributed_c10d
+    return module._create_work_from_future(future)
+
+
+def name_of_group(group: Any) -> str:
+    """Return the name of a process group, empty if it has none; groups in Python have to answer it themselves."""
+    return str(torch.distributed.distributed_c10d._world.pg_names.get(group, ""))
+
+
+def group_of(name: Any) -> Any:
+    """Return the process group that a functional collective is called with, which it may name."""
+    module: Any = torch.distributed.distributed_c10d
+    return module._resolve_process_group(name) if isinstance(name, str) else name
+
+
+def packet_of(operation: Any) -> Any:
+    """Return the packet of a dispatched operation's overloads, by which torch's formulas of FLOPs are found."""
+    return operation._overloadpacket
+
+
+def number_read() -> Any:
+    """Return the operation by which the host reads a number, which has no public name."""
+    return torch.ops.aten._local_scalar_dense.default
+
+
+def is_functional_collective(operation: Any) -> bool:
+    """Return whether an operation is a collective that returns new tensors, or waits for one."""
+    return str(operation.namespace) == "_c10d_functional"
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """Return a number that only this storage has while it lives; ``data_ptr()`` is that of others too, if empty."""
+    return storage._cdata
 
 
 def grouped_mm() -> Any:

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel._private import torch as private
+from lightning_accel.planning.simulated_group import simulated_world
 
 
 def test_bases_have_all_layers_of_their_kind():
@@ -336,6 +337,51 @@ def test_groups_of_processes(tmp_path):
         assert x.grad.tolist() == [[2, 2]] * 3
     finally:
         dist.destroy_process_group()
+
+
+def test_groups_in_python():
+    with simulated_world(2, lambda *called: None):
+        group = torch.distributed.group.WORLD
+        assert private.name_of_group(group)
+        assert private.group_of(private.name_of_group(group)) is private.group_of(group) is group
+    assert private.name_of_group(group) == ""
+    future = torch.futures.Future()
+    future.set_result(None)
+    assert private.finished_work(future).wait()
+
+
+def test_operations_of_a_step():
+    assert private.returns_of(torch.ops.aten.mul.out)[0].alias_info.is_write
+    assert private.packet_of(torch.ops.aten.mm.default) is torch.ops.aten.mm
+    names = []
+
+    class Names(private.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Names():
+        torch.ones(()).item()
+    assert private.number_read() in names
+    assert not any(map(private.is_functional_collective, names))
+    assert private.is_functional_collective(torch.ops._c10d_functional.all_reduce.default)
+
+
+def test_storages_are_told_apart():
+    x, y = torch.empty(0), torch.empty(0)
+    assert private.storage_id(x.untyped_storage()) == private.storage_id(x.view(0, 1).untyped_storage())
+    assert private.storage_id(x.untyped_storage()) != private.storage_id(y.untyped_storage())
+
+
+def test_optimizers_choose_lists_of_tensors_on_the_cpu():
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    optimizer = torch.optim.SGD([parameter])
+    for chosen in (True, False):
+        ways = private.foreach_on_cpu() if chosen else contextlib.nullcontext()
+        with ways, torch.profiler.profile() as profiler:
+            optimizer.step()
+        assert any("_foreach" in event.name for event in profiler.events()) == chosen
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

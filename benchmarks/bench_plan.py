@@ -1,0 +1,368 @@
+"""How near does a plan come to what a step takes?
+
+python benchmarks/bench_plan.py [--parts ranks scale published] [--quick] [--json FILE]
+
+ranks: three networks with three strategies (and a mixture with its experts distributed) on 2 and 4 processes of this
+machine. Measured is the peak of a rank's resident memory in the third step, above what it holds before its model is
+made; the largest of all ranks counts. glibc keeps freed blocks of less than 32 MiB in its heap, where they serve others
+badly, which is no matter of tensors; so processes map blocks from 128 KiB on (MALLOC_MMAP_THRESHOLD_). Collectives are
+counted by a dispatch mode of this file.
+
+scale: seconds and memory of planning a Llama of 8 billion weights for 8, 64 and 1,024 GPUs.
+
+published: torchtitan's tables of Llama 3.1 8B on H100s (FSDP2, bfloat16 weights in computations, float32 masters,
+selective activation checkpointing), https://github.com/pytorch/torchtitan/blob/main/benchmarks/
+llama3_h100_202412_torchtitan.md, of December 2024: 96 GB of HBM2e at 2.4 TB/s, limited to 500 W. Memory there is what
+torch's allocator has reserved.
+"""
+
+import argparse
+import gc
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_accel.strategies  # noqa: F401  # registers short names
+from lightning_accel import MoELanguageModel
+from lightning_accel.planning import DEVICES, Cluster, Device, simulate_step
+from lightning_accel.planning.program import RESERVED
+from lightning_accel.strategies import FullyShardedStrategy
+
+STRATEGIES: dict[str, Any] = {
+    "ddp": None,
+    "fsdp2": {},
+    "fsdp2, checkpointing": {"activation_checkpointing": True},
+    "experts distributed": {"expert_parallel_size": "all"},
+}
+CPU = Device("cpu", 2**34, {"fp32": 1e11}, 1e10, 1e9, 1e9, is_gpu=False)
+
+
+class OfTransformers(L.LightningModule):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if len(batch) == 1:
+            return self.model(input_ids=batch[0], labels=batch[0], use_cache=False).loss
+        return self.model(pixel_values=batch[0], labels=batch[1]).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+def llama() -> tuple[L.LightningModule, TensorDataset]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 4096}
+    config = LlamaConfig(**sizes, num_attention_heads=12, num_key_value_heads=4)
+    return OfTransformers(LlamaForCausalLM(config)), TensorDataset(torch.randint(0, 4096, (64, 256)))
+
+
+def resnet() -> tuple[L.LightningModule, TensorDataset]:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    pictures = torch.randn(64, 3, 96, 96)
+    model = ResNetForImageClassification(ResNetConfig(num_labels=10))  # ResNet-50
+    return OfTransformers(model), TensorDataset(pictures, torch.randint(0, 10, (64,)))
+
+
+def mixture() -> tuple[L.LightningModule, TensorDataset]:
+    model = MoELanguageModel(vocab_size=4096, dim=512, num_layers=6, num_heads=8, experts={"num_experts": 8})
+    tokens = torch.randint(0, 4096, (64, 257))
+    return model, TensorDataset(tokens[:, :-1], tokens[:, 1:])
+
+
+NETWORKS = {"llama": llama, "resnet": resnet, "mixture": mixture}
+
+
+def make(network: str, strategy: str, **options: Any) -> tuple[L.Trainer, L.LightningModule, DataLoader]:
+    torch.manual_seed(0)
+    arguments = STRATEGIES[strategy]
+    chosen = "ddp" if arguments is None else FullyShardedStrategy(**arguments)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = L.Trainer(**{**quiet, "enable_model_summary": False, "strategy": chosen, **options})
+    module, data = NETWORKS[network]()
+    return trainer, module, DataLoader(data, batch_size=4)
+
+
+class Collectives(TorchDispatchMode):
+    """Count the bytes of collectives."""
+
+    NAMES = {  # noqa: RUF012
+        "c10d::allreduce_": ("all_reduce", 0),
+        "c10d::_allgather_base_": ("all_gather", 0),
+        "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
+        "c10d::alltoall_base_": ("all_to_all", 1),
+        "c10d::broadcast_": ("broadcast", 0),
+        "_c10d_functional::all_to_all_single": ("all_to_all", 0),
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(one.__torch_dispatch__ is not Tensor.__torch_dispatch__ for one in types) and func.name() in self.NAMES:
+            return NotImplemented
+        if func.name() in self.NAMES:
+            name, position = self.NAMES[func.name()]
+            self.bytes[name] += sum(one.nbytes for one in tree_leaves(args[position]) if isinstance(one, Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+class ThirdStep(L.Callback):
+    def __init__(self, base: float) -> None:
+        self.base, self.mode = base, Collectives()
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")
+        if trainer.global_step == 1:  # in another step than the memory, which the mode would hold longer
+            self.mode.__enter__()
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            self.mode.__exit__(None, None, None)
+        if trainer.global_step == 3:
+            peak = kilobytes("VmHWM") * 1024 - self.base
+            print("MEASURED", json.dumps([peak, dict(self.mode.bytes)]), flush=True)
+            trainer.should_stop = True
+
+
+def kilobytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+
+def train_rank(network: str, strategy: str, processes: int) -> None:
+    torch.mm(torch.ones(64, 64), torch.ones(64, 64))
+    torch.manual_seed(0)
+    base = kilobytes("VmRSS") * 1024
+    options = {"accelerator": "cpu", "devices": processes, "callbacks": [ThirdStep(base)]}
+    trainer, module, loader = make(network, strategy, **options)
+    trainer.fit(module, loader)
+
+
+def ranks(quick: bool) -> list[dict[str, Any]]:
+    rows = []
+    for processes in (2,) if quick else (2, 4):
+        for network in NETWORKS:
+            for strategy in STRATEGIES:
+                if strategy == "experts distributed" and network != "mixture":
+                    continue
+                command = [sys.executable, __file__, "--train", network, strategy, str(processes)]
+                environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
+                done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+                found = [
+                    json.loads(line.split("MEASURED ")[1]) for line in done.stdout.splitlines() if "MEASURED" in line
+                ]
+                if len(found) != processes:
+                    raise RuntimeError(done.stderr[-2000:])
+                planned = simulate(network, strategy, processes)
+                rows.append(
+                    {
+                        "network": network,
+                        "strategy": strategy,
+                        "processes": processes,
+                        "measured": max(peak for peak, _ in found),
+                        "planned": planned.peak,
+                        "collectives": found[0][1],
+                        "planned_collectives": dict(planned.trace.bytes_by_name()),
+                    }
+                )
+                row = rows[-1]
+                same = {name: size for name, size in row["planned_collectives"].items() if size} == row["collectives"]
+                print(
+                    f"{network:8} {strategy:22} {processes}: measured {row['measured'] / 2**20:7.0f} MiB, planned "
+                    f"{row['planned'] / 2**20:7.0f}, {row['planned'] / row['measured']:.3f}; collectives "
+                    f"{'equal' if same else row['collectives']}{'' if same else row['planned_collectives']}",
+                    flush=True,
+                )
+    return rows
+
+
+def simulate(network: str, strategy: str, processes: int) -> Any:
+    def run(options: dict[str, Any], fit: Any) -> None:
+        fit(*make(network, strategy, **options))
+
+    with tempfile.TemporaryDirectory() as folder:
+        return simulate_step(run, Cluster(CPU, processes), {}, Path(folder))
+
+
+# ---- torchtitan's Llama
+
+
+class Attention(nn.Module):
+    def __init__(self, dim: int, heads: int, groups: int) -> None:
+        super().__init__()
+        self.heads, self.groups, width = heads, groups, dim // heads
+        self.query, self.out = nn.Linear(dim, dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.key, self.value = (nn.Linear(dim, groups * width, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+        query, key, value = (
+            one(x).unflatten(-1, (-1, len(turns[0]) * 2)) for one in (self.query, self.key, self.value)
+        )
+        query, key = (self._rotated(one, turns) for one in (query, key))
+        key, value = (
+            one.unsqueeze(3).expand(-1, -1, -1, self.heads // self.groups, -1).flatten(2, 3) for one in (key, value)
+        )
+        heads = (one.transpose(1, 2) for one in (query, key, value))
+        out = F.scaled_dot_product_attention(*heads, is_causal=True)
+        return self.out(out.transpose(1, 2).flatten(2))
+
+    @staticmethod
+    def _rotated(x: Tensor, turns: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * turns[None, : x.shape[1], None]).flatten(3).type_as(x)
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, heads: int, groups: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.attention = Attention(dim, heads, groups)
+        self.before_attention, self.before_mlp = nn.RMSNorm(dim), nn.RMSNorm(dim)
+        self.gate, self.up = (nn.Linear(dim, hidden_dim, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden_dim, dim, bias=False)
+
+    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+        x = x + self.attention(self.before_attention(x), turns)
+        y = self.before_mlp(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def selective() -> Any:
+    """Keep attention, reductions and every second matrix product, as torchtitan does."""
+    kept = {
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    }
+    products: dict[bool, int] = defaultdict(int)
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operation == torch.ops.aten.mm.default:
+            products[context.is_recompute] += 1
+            keep = products[context.is_recompute] % 2 == 1
+        else:
+            keep = operation in kept
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+class Llama8B(L.LightningModule):
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        dim, vocabulary = 4096, 128256
+        self.embedding = nn.Embedding(vocabulary, dim)
+        self.blocks = nn.ModuleList(Block(dim, 32, 8, 14336) for _ in range(32))
+        self.norm, self.head = nn.RMSNorm(dim), nn.Linear(dim, vocabulary, bias=False)
+        self.register_buffer("turns", torch.zeros(length, 64, dtype=torch.complex64), persistent=False)
+        self.is_sharded = False
+
+    def configure_model(self) -> None:
+        if self.is_sharded:
+            return
+        self.is_sharded = True
+        options: Any = {"mesh": self.device_mesh["data_parallel"]}
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        for number, block in enumerate(self.blocks):
+            self.blocks[number] = checkpoint_wrapper(block, preserve_rng_state=False, context_fn=selective)
+        for block in self.blocks:
+            fully_shard(block, **options)
+        fully_shard(self.embedding, **options)
+        fully_shard([self.norm, self.head], reshard_after_forward=False, **options)
+        fully_shard(self, **options)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = self.embedding(batch[0])
+        for block in self.blocks:
+            x = block(x, self.turns)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), batch[0].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), fused=True)
+
+
+def plan_llama(cluster: Cluster, batch_size: int, length: int) -> Any:
+    def run(options: dict[str, Any], fit: Any) -> None:
+        data = TensorDataset(torch.zeros(2 * batch_size * cluster.size, length, dtype=torch.int32).long())
+        fit(L.Trainer(logger=False, **options), Llama8B(length), DataLoader(data, batch_size))
+
+    strategy = ModelParallelStrategy(data_parallel_size=cluster.size, tensor_parallel_size=1)
+    with tempfile.TemporaryDirectory() as folder:
+        return simulate_step(run, cluster, {"strategy": strategy}, Path(folder))
+
+
+def scale(quick: bool) -> list[dict[str, Any]]:
+    rows = []
+    for size in (8, 64) if quick else (8, 64, 1024):
+        began = time.perf_counter()
+        found = plan_llama(Cluster(DEVICES["H100-80GB"], 8, size // 8), 1, 4096)
+        seconds = time.perf_counter() - began
+        held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        rows.append({"gpus": size, "seconds": seconds, "resident": held, "peak": found.peak})
+        print(
+            f"{size} GPUs: {seconds:.1f} s, {held / 2**30:.2f} GiB resident at most, plan {found.peak / 2**30:.1f} GiB"
+        )
+    return rows
+
+
+def published(quick: bool) -> list[dict[str, Any]]:
+    rows = []
+    for size, memory, speed, compiled in ((8, 82.4, 5762, 6667), (128, 67.0, 5605, 6514)):
+        cluster = Cluster(DEVICES["H100-96GB"], 8, size // 8)
+        found = plan_llama(cluster, 2, 8192)
+        seconds = found.trace.time_on(cluster).total
+        planned, tokens = found.peak * RESERVED / 2**30, found.samples * 8192 / seconds
+        rows.append(
+            {"gpus": size, "memory": memory, "planned_memory": planned, "tokens": speed, "planned_tokens": tokens}
+        )
+        print(
+            f"{size} GPUs: memory {planned:.1f} GiB of {memory} ({planned / memory:.2f}); tokens/s {tokens:.0f} of {speed} "
+            f"({tokens / speed:.2f}), compiled {compiled} ({tokens / compiled:.2f})"
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=("ranks", "scale", "published"))
+    parser.add_argument("--quick", action="store_true", help="two processes, and fewer than 1,024 GPUs")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--train", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    if arguments.train:
+        train_rank(arguments.train[0], arguments.train[1], int(arguments.train[2]))
+        return
+    parts = {"ranks": ranks, "scale": scale, "published": published}
+    found = {name: parts[name](arguments.quick) for name in arguments.parts or parts}
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

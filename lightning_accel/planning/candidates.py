@@ -1,0 +1,69 @@
+"""Strategies that a run is planned with."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning.pytorch.strategies import Strategy
+
+from lightning_accel.planning.hardware import Cluster
+from lightning_accel.strategies import AccelDDPStrategy, FullyShardedStrategy
+
+_CLASSES: dict[str, type[Strategy]] = {
+    "AccelDDPStrategy": AccelDDPStrategy,
+    "FullyShardedStrategy": FullyShardedStrategy,
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Hold a strategy to plan.
+
+    Attributes:
+        name: as tables show it.
+        strategy: class of :mod:`lightning_accel.strategies`, a short name of Lightning's, or None for what the run has.
+        arguments: of the class.
+    """
+
+    name: str
+    strategy: str | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def config(self) -> dict[str, Any]:
+        """Return the arguments of the Trainer as a config has them."""
+        if self.strategy in _CLASSES:
+            path = f"lightning_accel.strategies.{self.strategy}"
+            return {"strategy": {"class_path": path, "init_args": dict(self.arguments)}}
+        return {} if self.strategy is None else {"strategy": self.strategy}
+
+    def trainer_options(self) -> dict[str, Any]:
+        """Return the arguments of the Trainer."""
+        if self.strategy in _CLASSES:
+            return {"strategy": _CLASSES[self.strategy](**self.arguments)}
+        return self.config()
+
+
+AS_CONFIGURED = Candidate("as configured")
+
+
+def candidates_for(cluster: Cluster, num_experts: int) -> list[Candidate]:
+    """Return the strategies to compare on a cluster, beside what the run has.
+
+    Args:
+        cluster: several devices.
+        num_experts: the experts of the layer that has fewest; 0 without any.
+    """
+    sharded = "FullyShardedStrategy"
+    found = [Candidate("ddp", "ddp"), Candidate("fsdp2", sharded)]
+    if cluster.machines > 1 and cluster.per_machine > 1:
+        size = cluster.per_machine
+        found.append(Candidate(f"fsdp2, shards of {size}", sharded, {"shard_size": size}))
+    for size in dict.fromkeys((cluster.per_machine, cluster.size)):
+        if num_experts and size > 1 and num_experts % size == 0:
+            name = f"fsdp2, experts on {size}"
+            found.append(Candidate(name, sharded, {"expert_parallel_size": size}))
+    again = {"activation_checkpointing": True}
+    return found + [
+        Candidate(f"{one.name}, checkpointing", sharded, one.arguments | again)
+        for one in found
+        if one.strategy == sharded
+    ]

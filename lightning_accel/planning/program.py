@@ -1,0 +1,262 @@
+"""``lightning_accel.plan``: memory, communication and time of the user's own run on machines that are not there."""
+
+import importlib
+import logging
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from lightning_accel.measure.machine import describe_machine
+from lightning_accel.measure.rates import measure_rates
+from lightning_accel.planning.candidates import AS_CONFIGURED, Candidate, candidates_for
+from lightning_accel.planning.hardware import Cluster, Device, find_device
+from lightning_accel.planning.simulation import Fit, Run, Simulation, SimulationError, simulate_step
+from lightning_accel.planning.step_trace import StepTime
+from lightning_accel.strategies import find_experts
+
+# What a GPU needs beside tensors
+RESERVED = 1.1  # what torch's allocator reserves, as a share of what tensors take
+CONTEXT = 2**30  # bytes of the CUDA context, libraries and buffers of NCCL
+_MOST_MACHINES = 64  # for which is searched where a run begins to fit, as a multiple of those given
+
+Make = Callable[..., tuple[L.Trainer, L.LightningModule, Any]]
+
+
+@dataclass(frozen=True)
+class Option:
+    """Hold what a strategy needs on a cluster.
+
+    Attributes:
+        candidate: the strategy.
+        cluster: where it was planned.
+        simulation: the step of the first process; None if it cannot be planned.
+        reason: why not.
+    """
+
+    candidate: Candidate
+    cluster: Cluster
+    simulation: Simulation | None = None
+    reason: str = ""
+
+    @property
+    def needed(self) -> int:
+        """Return the bytes that a device has to have."""
+        assert self.simulation is not None
+        is_gpu = self.cluster.device.is_gpu
+        return round(self.simulation.peak * RESERVED) + CONTEXT if is_gpu else self.simulation.peak
+
+    @property
+    def fits(self) -> bool:
+        """Return whether the memory of a device is enough."""
+        return self.simulation is not None and self.needed <= self.cluster.device.memory
+
+    @property
+    def time(self) -> StepTime:
+        """Return the estimated time of a step."""
+        assert self.simulation is not None
+        return self.simulation.trace.time_on(self.cluster, self.simulation.tf32)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Hold what each strategy needs on a cluster.
+
+    Attributes:
+        cluster: the machines.
+        options: those that can be planned, the fastest that fit first, and then the rest.
+        fits_from: number of machines from which the most economical strategy fits, where none does on the cluster; None
+            if none is known.
+        seconds: time that planning took.
+    """
+
+    cluster: Cluster
+    options: list[Option]
+    fits_from: tuple[Candidate, int] | None
+    seconds: float
+
+    @property
+    def best(self) -> Option | None:
+        """Return the fastest that fits."""
+        return self.options[0] if self.options and self.options[0].fits else None
+
+    def print(self) -> None:
+        """Print what was found as tables."""
+        from lightning_accel.measure.table import print_tables
+        from lightning_accel.planning.writing import plan_tables
+
+        print_tables(plan_tables(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as values that JSON can hold."""
+        from lightning_accel.planning.writing import plan_dict
+
+        return plan_dict(self)
+
+    def overlay(self) -> dict[str, Any]:
+        """Return the config that makes the run use the fastest strategy that fits, on as many devices.
+
+        Raises:
+            ValueError: if none fits.
+        """
+        if self.best is None:
+            raise ValueError(f"nothing fits on {self.cluster}")
+        devices = {"devices": self.cluster.per_machine, "num_nodes": self.cluster.machines}
+        accelerator = "gpu" if self.cluster.device.is_gpu else "cpu"
+        return {"trainer": {"accelerator": accelerator, **devices, **self.best.candidate.config()}}
+
+
+def plan(
+    config: str | Path | Sequence[str] | Make,
+    gpus: str | Device | None = None,
+    machines: int = 1,
+    processes: int | None = None,
+) -> Plan:
+    """Predict memory, communication and time of a run's training step on other machines, for each strategy that it has.
+
+    Nothing is trained. The run's own Trainer, strategy, module, optimizer and callbacks do two steps as the first
+    process of the cluster, with tensors of their true sizes that nobody computes: memory and communication are those of
+    the code. What depends on values is computed from real integers (token ids, lengths, edges), and where it depends on
+    floats, such as the choice of experts, from random ones. The time of an operation is that of its arithmetic or of
+    its memory traffic at a share of the published rates (:mod:`lightning_accel.planning.step_trace`), or for processes
+    on CPUs at rates measured here; gathers of weights and reductions of gradients run beside the computation.
+
+    Kernels of CUDA may keep other tensors than those of the CPU that stand for them: float32 islands of autocast,
+    dropout, fused attention and updates of all weights at once are taken into account, recurrent kernels and workspaces
+    of convolutions are not. ``torch.compile`` is left out, which makes steps shorter and memory smaller. Pipelines are
+    not planned.
+
+    Args:
+        config: a config file, arguments of ``lightning-accel fit``, or a function that returns (trainer, module, data)
+            and passes keyword arguments on to the Trainer.
+        gpus: devices of each machine, such as ``8xH100-80GB``, or one :class:`lightning_accel.planning.Device`.
+        machines: number of such machines.
+        processes: without GPUs, processes of each machine, which is one like this.
+
+    Raises:
+        SimulationError: if the run cannot be planned with any strategy; errors that it ends with before it has a
+            Trainer and a module are its own.
+        ValueError: if the devices are unknown, or numbers are not positive.
+    """
+    began = time.monotonic()
+    if (gpus is None) == (processes is None):
+        raise ValueError("give gpus, such as 8xH100-80GB, or the processes of each machine without GPUs")
+    if machines < 1 or (processes is not None and processes < 1):
+        raise ValueError(f"machines and processes must be positive; got {machines} and {processes}")
+    if isinstance(gpus, Device):
+        number, device = 1, gpus
+    else:
+        number, device = find_device(gpus) if gpus is not None else (processes or 1, _this_machine(processes or 1))
+    cluster = Cluster(device, number, machines)
+    planner = _Planner(config)
+    options = planner.options(cluster)
+    if all(option.simulation is None for option in options):
+        raise SimulationError("; ".join(dict.fromkeys(option.reason for option in options)))
+    fits_from = None if any(option.fits for option in options) else planner.fits_from(cluster, options)
+    options.sort(key=lambda one: (one.simulation is None, not one.fits, one.time.total if one.simulation else 0.0))
+    return Plan(cluster, options, fits_from, time.monotonic() - began)
+
+
+class _Planner:
+    def __init__(self, config: str | Path | Sequence[str] | Make) -> None:
+        self.is_function = callable(config)
+        self.num_experts = 0
+        self.is_made = False
+        if callable(config):
+            self.run: Run = lambda options, fit: fit(*config(**options))
+        else:
+            arguments = ["--config", str(config)] if isinstance(config, str | Path) else list(config)
+            # by its name, since the command line imports this package
+            self.run = importlib.import_module("lightning_accel.cli.plan").run_of(arguments)
+
+    def options(self, cluster: Cluster) -> list[Option]:
+        """Return what each strategy needs; the run's own comes first."""
+        own = self.option(AS_CONFIGURED, cluster)
+        if cluster.size == 1:
+            return [own]
+        return [own, *(self.option(candidate, cluster) for candidate in candidates_for(cluster, self.num_experts))]
+
+    def option(self, candidate: Candidate, cluster: Cluster) -> Option:
+        """Simulate a step with a strategy."""
+        options = candidate.trainer_options() if self.is_function else candidate.config()
+        with tempfile.TemporaryDirectory(prefix="plan-") as folder, _quiet():
+            try:
+                return Option(candidate, cluster, simulate_step(self._observed, cluster, options, Path(folder)))
+            except SimulationError as error:
+                return Option(candidate, cluster, reason=str(error))
+            except Exception as error:
+                if not self.is_made:
+                    raise  # it is no run yet, with whatever strategy
+                reason = (str(error) or type(error).__name__).strip().splitlines()[0]
+                return Option(candidate, cluster, reason=f"{type(error).__name__}: {reason}")
+
+    def _observed(self, options: dict[str, Any], fit: Fit) -> None:
+        def observed(trainer: L.Trainer, module: L.LightningModule, data: Any) -> None:
+            self.is_made = True
+            sizes = [
+                next((len(one) for one in layer.parameters(recurse=False) if one.dim() > 1), 0)
+                for layer in find_experts(module).values()
+            ]
+            self.num_experts = min((size for size in sizes if size), default=0)
+            fit(trainer, module, data)
+
+        self.run(options, observed)
+
+    def fits_from(self, cluster: Cluster, options: list[Option]) -> tuple[Candidate, int] | None:
+        """Return the strategy with the least memory, and the number of machines from which it fits."""
+        known = [option for option in options if option.simulation is not None]
+        candidate = min(known, key=lambda one: one.needed).candidate
+        if "shard_size" in candidate.arguments:  # more machines would not make its shards smaller
+            candidate = replace(candidate, name="fsdp2, checkpointing", arguments={"activation_checkpointing": True})
+        machines = 2 * cluster.machines
+        while machines <= _MOST_MACHINES * cluster.machines:
+            option = self.option(candidate, replace(cluster, machines=machines))
+            if option.fits:
+                return candidate, machines
+            if option.simulation is None:
+                return None
+            machines *= 2
+        return None
+
+
+def _this_machine(processes: int) -> Device:
+    """Return what each of some processes on this machine has."""
+    machine, rates = describe_machine(), measure_rates()
+    memory = min(machine.memory_bytes, machine.memory_limit_bytes or machine.memory_bytes)
+    products = {
+        "fp32": rates.matmul["fp32"],
+        **{name: rates.matmul[name] for name in ("bf16",) if name in rates.matmul},
+    }
+    share = min(1.0, machine.cores / processes)
+    link = rates.collective.bytes_per_s if rates.collective else 1e9
+    return Device(
+        "this CPU",
+        memory // processes,
+        {name: rate * share for name, rate in products.items()},
+        rates.memory_bytes_per_s * share,
+        link,
+        link,
+        is_gpu=False,
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep back warnings and messages of runs, which a plan makes again and again."""
+    loggers = [logging.getLogger(name) for name in ("lightning", "lightning.pytorch", "lightning.fabric", "torch")]
+    before = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, before, strict=True):
+                logger.setLevel(level)

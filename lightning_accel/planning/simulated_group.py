@@ -1,0 +1,163 @@
+"""A process group of one process that stands for many, whose collectives are recorded."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from lightning_accel._private.torch import finished_work, name_of_group
+
+_BACKEND = "simulated"
+
+
+_Group: Any = dist.ProcessGroup  # whose stubs overload each method
+
+
+class SimulatedGroup(_Group):  # type: ignore[misc]
+    """Answer collectives as if all other processes held what this one holds, and touch no float.
+
+    Args:
+        rank: of this process in the group.
+        size: number of processes.
+        record: called with each collective's name, bytes and group, and its tensors.
+    """
+
+    def __init__(self, rank: int, size: int, record: Callable[[str, int, Any, list[Tensor]], None]) -> None:
+        super().__init__(rank, size)
+        self._rank, self._size, self._record, self._name = rank, size, record, ""
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def getBackendName(self) -> str:
+        return _BACKEND
+
+    @property
+    def group_name(self) -> str:
+        self._name = name_of_group(self) or self._name  # it has none while it is made, and no longer when it ends
+        return self._name
+
+    pg_name = group_name
+
+    def _done(self, name: str, whole: list[Tensor], result: Any, part: list[Tensor] | None = None) -> Any:
+        self._record(name, sum(one.numel() * one.element_size() for one in whole), self, [*whole, *(part or [])])
+        future: Future[Any] = Future()
+        future.set_result(result)
+        return finished_work(future)
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        return self._done("all_reduce", tensors, tensors)
+
+    allreduce_coalesced = allreduce
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        return self._done("broadcast", tensors, tensors)
+
+    def barrier(self, opts: Any = None) -> Any:
+        return self._done("barrier", [], [])
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        self.barrier()
+
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        return self._done("reduce", tensors, tensors)
+
+    def all_gather_single(self, output: Tensor, part: Tensor, opts: Any = None) -> Any:
+        with torch.no_grad():
+            output.detach().view(self._size, -1).copy_(part.detach().reshape(1, -1))
+        return self._done("all_gather", [output], output, [part])
+
+    _allgather_base = all_gather_single
+
+    def allgather(self, outputs: list[list[Tensor]], parts: list[Tensor], opts: Any = None) -> Any:
+        with torch.no_grad():
+            for gathered, part in zip(outputs, parts, strict=True):
+                for one in gathered:
+                    if one.shape == part.shape:
+                        one.detach().copy_(part.detach())
+        return self._done("all_gather", [one for gathered in outputs for one in gathered], outputs, parts)
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], parts: list[Tensor], opts: Any = None) -> Any:
+        for output, part in zip(outputs, parts, strict=True):
+            work = self.all_gather_single(output, part)
+        return work
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> Any:
+        return self._done("reduce_scatter", [whole], output, [output])
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter(self, outputs: list[Tensor], wholes: list[list[Tensor]], opts: Any = None) -> Any:
+        return self._done("reduce_scatter", [one for whole in wholes for one in whole], outputs, outputs)
+
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], wholes: list[Tensor], opts: Any = None) -> Any:
+        for output, whole in zip(outputs, wholes, strict=True):
+            work = self.reduce_scatter_single(output, whole)
+        return work
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def alltoall_base(self, output: Tensor, sent: Tensor, out_sizes: Any, in_sizes: Any, opts: Any = None) -> Any:
+        parts = sent.detach().split(in_sizes) if in_sizes else sent.detach().chunk(self._size)
+        mine = parts[self._rank]
+        with torch.no_grad():
+            if len(mine) * self._size == len(output):
+                output.detach().view(self._size, *mine.shape).copy_(mine)
+        return self._done("all_to_all", [sent], output, [output])
+
+    all_to_all_single = alltoall_base
+
+    def alltoall(self, outputs: list[Tensor], sent: list[Tensor], opts: Any = None) -> Any:
+        with torch.no_grad():
+            for one in outputs:
+                if one.shape == sent[self._rank].shape:
+                    one.detach().copy_(sent[self._rank].detach())
+        return self._done("all_to_all", sent, outputs, outputs)
+
+
+_records: list[Callable[[str, int, Any, list[Tensor]], None]] = []  # the innermost world's is the last
+
+
+def _create(store: Any, rank: int, size: int, timeout: Any) -> SimulatedGroup:
+    return SimulatedGroup(rank, size, _records[-1])
+
+
+@contextmanager
+def simulated_world(size: int, record: Callable[[str, int, Any, list[Tensor]], None]) -> Iterator[None]:
+    """Make this process the first of ``size`` processes, of which the others do not exist.
+
+    Args:
+        size: number of processes.
+        record: called with the name of each collective, the bytes of its whole tensor, its group and its tensors.
+
+    Raises:
+        RuntimeError: if this process is in a process group already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("this process is in a process group already; plan in a process of its own")
+
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        return make_group(*args, **{**kwargs, "backend": _BACKEND})  # one of gloo would wait for the others
+
+    if _BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(_BACKEND, _create, devices=["cpu"])
+    make_group = dist.new_group
+    _records.append(record)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(_BACKEND, store=store, rank=0, world_size=size)
+    dist.new_group = new_group
+    try:
+        yield
+    finally:
+        dist.new_group = make_group
+        dist.destroy_process_group()
+        _records.pop()

@@ -1,0 +1,267 @@
+"""One optimizer step of a real run, by its own Trainer, strategy and optimizer, on a cluster that is not there."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ProgressBar
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.flop_counter import flop_registry
+
+from lightning_accel._private.torch import group_of, is_functional_collective, packet_of, tree_leaves
+from lightning_accel.callbacks import (
+    CompressionReport,
+    Distillation,
+    Export,
+    OneShotPruning,
+    Pruning,
+    Quantization,
+)
+from lightning_accel.measure.isolation import isolate
+from lightning_accel.measure.step_parts import batch_size_of
+from lightning_accel.planning.cuda_rules import as_on_cuda
+from lightning_accel.planning.hardware import Cluster
+from lightning_accel.planning.live_memory import LiveMemory
+from lightning_accel.planning.simulated_group import simulated_world
+from lightning_accel.planning.simulated_tensors import SimulatedTensors
+from lightning_accel.planning.step_trace import Collective, StepTrace, Work
+from lightning_accel.strategies import DataParallelStrategy, PipelineStrategy
+
+Fit = Callable[[L.Trainer, L.LightningModule, Any], None]
+Run = Callable[[dict[str, Any], Fit], None]
+
+_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp32"}
+_FUNCTIONAL = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce_": "all_reduce",
+}
+_COMPRESSING = (CompressionReport, Distillation, Export, OneShotPruning, Pruning, Quantization)
+_ELSEWHERE = ("SLURM_", "TORCHELASTIC_", "LSB_", "OMPI_", "PMI_", "JSM_")  # launchers that this process is not part of
+
+
+class SimulationError(Exception):
+    """Signal a step that cannot be simulated, and why."""
+
+
+@dataclass
+class Simulation:
+    """Hold what one step of the first process takes.
+
+    Attributes:
+        peak: the most bytes that its tensors take at once.
+        memory: these bytes by what they are for: parameters, gathered parameters, gradients, optimizer states,
+            activations, batch, buffers, communication and temporary.
+        phase_of_peak: forward, backward or optimizer.
+        trace: operations and collectives of the step.
+        samples: samples of the step in this process; None where the batch does not tell.
+        num_parameters: numbers that the parameters of the whole module hold.
+        tf32: whether float32 products may use tensor cores.
+        left_out: callbacks that make the model smaller, at some other step or after training, and their teachers.
+    """
+
+    peak: int = 0
+    memory: dict[str, int] = field(default_factory=dict)
+    phase_of_peak: str = ""
+    trace: StepTrace = field(default_factory=StepTrace)
+    samples: int | None = 0
+    num_parameters: int = 0
+    tf32: bool = False
+    left_out: list[str] = field(default_factory=list)
+
+
+def simulate_step(run: Run, cluster: Cluster, options: Mapping[str, Any], folder: Path) -> Simulation:
+    """Run two optimizer steps of a fit as the first process of a cluster, and measure the second.
+
+    Args:
+        run: called with arguments for the Trainer and a function, to which it must pass the Trainer that it makes with
+            them, the module, and data (or None).
+        cluster: devices, a process for each.
+        options: arguments of the Trainer, such as ``strategy``.
+        folder: where loggers and callbacks write.
+
+    Raises:
+        SimulationError: if the run ends before two steps, or uses what cannot be simulated; other errors are the run's
+            own.
+    """
+    watch = _Watch()
+    memory, mode = watch.memory, watch.mode
+
+    def fit(trainer: L.Trainer, module: L.LightningModule, data: Any) -> None:
+        if isinstance(trainer.strategy, PipelineStrategy | DataParallelStrategy):
+            name = type(trainer.strategy).__name__
+            raise SimulationError(
+                f"{name} is not planned: its processes or devices do not do the same; plan another one"
+            )
+        watch.found.num_parameters = sum(each.numel() for each in module.parameters())
+        isolate(trainer, folder, max_val_batches=1)
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        watch.found.left_out = [type(one).__name__ for one in callbacks if isinstance(one, _COMPRESSING)]
+        unwanted = (*_COMPRESSING, ProgressBar)
+        trainer.callbacks = [*(one for one in callbacks if not isinstance(one, unwanted)), watch]  # type: ignore[attr-defined]
+        trainer.num_sanity_val_steps = 0
+        loaders = {"datamodule": data} if isinstance(data, L.LightningDataModule) else {"train_dataloaders": data}
+        trainer.fit(module, **loaders)
+
+    arguments = {
+        "accelerator": "cpu",
+        "devices": cluster.per_machine,
+        "num_nodes": cluster.machines,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        **options,
+    }
+    with ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(_environment(cluster))
+        if cluster.size > 1:
+            stack.enter_context(simulated_world(cluster.size, watch.record_collective))
+        stack.enter_context(memory.seeing_resizes())
+        stack.enter_context(as_on_cuda() if cluster.device.is_gpu else nullcontext())
+        stack.enter_context(mode)
+        try:
+            run(arguments, fit)
+        except _Measured:
+            return watch.found
+    raise SimulationError(
+        "training ended before its second optimizer step, so that there is none to measure; give it more batches or "
+        "epochs"
+    )
+
+
+class _Measured(BaseException):
+    """End a fit whose second step is measured; no handler of exceptions takes it for a failure."""
+
+
+class _Watch(L.Callback):
+    """Tell the phases of a step apart, and what tensors are for."""
+
+    def __init__(self) -> None:
+        self.memory = LiveMemory()
+        self.mode = SimulatedTensors(self.memory, self._record_work)
+        self.found = Simulation()
+        self._updates = 0
+        self._is_measuring = False
+
+    # ---- what is recorded
+
+    def record_collective(self, name: str, size: int, group: Any, tensors: list[Tensor]) -> None:
+        if not self._is_measuring:
+            return
+        for tensor in tensors:
+            if tensor.is_floating_point():
+                self.memory.add(tensor.untyped_storage(), kind="communication")
+        if size or name == "barrier":
+            ranks = tuple(dist.get_process_group_ranks(group))
+            self.found.trace.events.append(Collective(self.memory.phase, name, size, ranks))
+
+    def _record_work(self, func: Any, called: tuple[Any, Any, list[Tensor]], result: Any) -> None:
+        args, kwargs, tensors = called
+        if "split_with_sizes_copy" in func.name():
+            for tensor in kwargs.get("out", ()):
+                self.memory.add(tensor.untyped_storage(), kind="gathered parameters")
+        if not self._is_measuring or func.namespace in ("profiler", "c10d"):
+            return
+        made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+        if is_functional_collective(func):
+            if any(self.memory.is_simulated(one.untyped_storage()) for one in tensors):  # or it went to the group
+                name, _, _ = packet_of(func).__name__.removesuffix("_coalesced").partition("_single")
+                name = _FUNCTIONAL.get(name, name)
+                whole = made if name == "all_gather" else tensors
+                group = group_of(kwargs.get("group_name", args[-1]))
+                self.record_collective(name, _bytes(whole), group, [*tensors, *made])
+            return
+        flops = 0
+        if formula := flop_registry.get(packet_of(func)):
+            flops = formula(*args, **kwargs, out_val=result)
+        floats = [one for one in tensors if one.is_floating_point()]
+        dtype = _DTYPES.get(floats[0].dtype, "fp32") if floats else "fp32"
+        size = _bytes([*tensors, *made])
+        self.found.trace.events.append(Work(self.memory.phase, flops, dtype, size, "attention" in func.name()))
+
+    def _enter(self, phase: str, kind: str) -> None:
+        self.memory.phase, self.memory.kind = phase, kind
+
+    def _label(self, tensors: Iterable[Any], kind: str) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+                if local.layout == torch.strided and not local.is_meta:
+                    self.memory.add(local.untyped_storage(), kind=kind)
+
+    def _label_module(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+        self._label(module.buffers(), "buffers")
+        self._label(module.parameters(), "parameters")
+        for optimizer in optimizers:
+            self._label(tree_leaves(list(optimizer.state.values())), "optimizer states")
+
+    # ---- hooks
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.mode.take(pl_module)
+        self._label_module(pl_module, [])
+        trainer.fit_loop.max_epochs = -1  # the data may be few batches
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        leaves = [one for one in tree_leaves(batch) if isinstance(one, Tensor)]
+        self._label(leaves, "batch")
+        if trainer.global_step and not self._is_measuring:
+            self._is_measuring, self._updates = True, trainer.global_step
+            self._label_module(pl_module, trainer.optimizers)
+            self.memory.phase = "forward"
+            self.memory.reset_peak()
+        if self._is_measuring and self.found.samples is not None:
+            size = batch_size_of(batch)
+            self.found.samples = None if size is None else self.found.samples + size
+        self._enter("forward", "activations")
+
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
+        self._enter("backward", "temporary")
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        self._label((each.grad for each in pl_module.parameters()), "gradients")
+        self._enter("optimizer", "temporary")
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._is_measuring and trainer.global_step > self._updates:
+            self._label_module(pl_module, trainer.optimizers)
+            found, memory = self.found, self.memory
+            found.peak, found.phase_of_peak = memory.peak, memory.phase_of_peak
+            found.memory = {kind: size for kind, size in memory.at_peak.most_common() if size > 0}
+            found.tf32 = torch.get_float32_matmul_precision() != "highest"
+            raise _Measured
+        self._enter("between", "other")
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(one.numel() * one.element_size() for one in tensors)
+
+
+@contextmanager
+def _environment(cluster: Cluster) -> Iterator[None]:
+    """Tell Lightning that this is the first process of a cluster, which torchrun has started."""
+    before = dict(os.environ)
+    for name in before:
+        if name.startswith(_ELSEWHERE):
+            del os.environ[name]
+    if cluster.size > 1:
+        ranks = {"RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "WORLD_SIZE": cluster.size}
+        os.environ.update({name: str(value) for name, value in ranks.items()})
+        os.environ["LOCAL_WORLD_SIZE"] = str(cluster.per_machine)
+        os.environ.update(TORCHELASTIC_RUN_ID="plan", MASTER_ADDR="localhost", MASTER_PORT="0")
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -1,0 +1,135 @@
+"""A recorded step of one process, and the time that it would take on a cluster."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lightning_accel.planning.hardware import Cluster
+
+# Shares of the published rates that training reaches
+PRODUCTS = 0.65  # matrix products in bfloat16 of a few thousand rows and columns, limited by power on H100s
+ATTENTION = 0.35  # of the same rate: fused attention, forward and backward
+MEMORY = 0.8
+LINK = 0.8  # of NVLink and the network: bus bandwidth of NCCL for messages of megabytes
+LAUNCH = 4e-6  # seconds of the shortest kernel
+LATENCY = 20e-6  # seconds of the shortest collective
+
+
+class Work(NamedTuple):
+    """Hold one operation: its phase, operations of matrix products and their dtype, and the bytes it moves."""
+
+    phase: str
+    flops: int
+    dtype: str
+    size: int
+    is_attention: bool = False
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Hold one collective of a step.
+
+    Attributes:
+        phase: part of the step: forward, backward or optimizer.
+        name: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast or barrier.
+        size: bytes of the whole tensor that is reduced, gathered, scattered or exchanged.
+        ranks: the processes that take part.
+    """
+
+    phase: str
+    name: str
+    size: int
+    ranks: tuple[int, ...]
+
+    @property
+    def sent(self) -> float:
+        """Return the bytes that this process has to send, by the algorithms that send least."""
+        n = len(self.ranks)
+        shares = {"all_reduce": 2 * (n - 1) / n, "broadcast": 1.0, "barrier": 0.0}
+        return self.size * shares.get(self.name, (n - 1) / n)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Hold the seconds of a step: all of it, its computation alone, and the communication that nothing hides."""
+
+    total: float
+    computation: float
+    communication: float
+    exposed: float
+
+
+class StepTrace:
+    """Record the operations and collectives of a step in order."""
+
+    def __init__(self) -> None:
+        self.events: list[Work | Collective] = []
+
+    @property
+    def collectives(self) -> list[Collective]:
+        return [event for event in self.events if isinstance(event, Collective)]
+
+    @property
+    def flops(self) -> int:
+        """Return the operations of matrix products, convolutions and attention, two for each term."""
+        return sum(event.flops for event in self.events if isinstance(event, Work))
+
+    def bytes_by_name(self) -> Counter[str]:
+        """Return the bytes of the tensors in each kind of collective."""
+        found: Counter[str] = Counter()
+        for event in self.collectives:
+            found[event.name] += event.size
+        return found
+
+    def sent_bytes(self, cluster: Cluster) -> tuple[float, float]:
+        """Return the bytes that this process sends within its machine, and those over the network."""
+        inside = outside = 0.0
+        for event in self.collectives:
+            if cluster.crosses(event.ranks):
+                outside += event.sent
+            else:
+                inside += event.sent
+        return inside, outside
+
+    def time_on(self, cluster: Cluster, tf32: bool = False) -> StepTime:
+        """Estimate the time of the step on a cluster.
+
+        Each operation takes the longer of its arithmetic and its memory traffic. Gathers of weights begin while the
+        block before computes; reductions of gradients run beside the backward pass, and the optimizer waits for them;
+        exchanges of tokens and all other collectives hold the computation up.
+        """
+        now = computed = busy_until = communicated = 0.0
+        gather_may_begin = 0.0
+        phase = ""
+        for event in self.events:
+            if event.phase != phase:
+                phase = event.phase
+                if phase == "optimizer":
+                    now = max(now, busy_until)
+            if isinstance(event, Work):
+                seconds = _seconds(event, cluster, tf32)
+                now, computed = now + seconds, computed + seconds
+                continue
+            if event.name == "barrier" or len(event.ranks) < 2:
+                continue
+            bandwidth = cluster.bandwidth_between(event.ranks, direct=event.name == "all_to_all")
+            seconds = LATENCY + event.sent / (LINK * bandwidth)
+            communicated += seconds
+            if event.name == "all_gather":
+                begin = max(busy_until, gather_may_begin)
+                gather_may_begin = now
+                busy_until = begin + seconds
+                now = max(now, busy_until)
+            elif event.name in ("reduce_scatter", "all_reduce") and phase == "backward":
+                busy_until = max(busy_until, now) + seconds
+            else:
+                busy_until = now = max(busy_until, now) + seconds
+        total = max(now, busy_until)
+        return StepTime(total, computed, communicated, total - computed)
+
+
+def _seconds(work: Work, cluster: Cluster, tf32: bool) -> float:
+    device = cluster.device
+    rate = device.product_rate(work.dtype, tf32) * (ATTENTION if work.is_attention else PRODUCTS)
+    busy = max(work.flops / rate, work.size / (MEMORY * device.bandwidth))
+    return max(busy, LAUNCH) if device.is_gpu else busy

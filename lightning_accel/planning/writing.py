@@ -1,0 +1,111 @@
+"""A plan as tables, values for JSON and an overlay of the config."""
+
+from dataclasses import asdict
+from typing import Any
+
+from lightning_accel.measure.table import Table, in_bytes
+from lightning_accel.planning import step_trace
+from lightning_accel.planning.program import CONTEXT, RESERVED, Option, Plan
+
+
+def plan_tables(plan: Plan) -> list[Table]:
+    """Return the strategies compared, the parts of the fastest, and what was assumed."""
+    columns = ("strategy", "memory", "fits", "step", "samples/s", "sends", "to network", "waits")
+    tables = [Table(f"Plan for {plan.cluster}", columns, [_row(plan, option) for option in plan.options])]
+    shown = plan.best or next(option for option in plan.options if option.simulation is not None)
+    assert shown.simulation is not None
+    kinds = shown.simulation.memory.items()
+    rows = [(kind, in_bytes(size)) for kind, size in kinds if size >= shown.simulation.peak / 1000]
+    tables.append(Table(f"Memory of {shown.candidate.name} at its peak, in {shown.simulation.phase_of_peak}", (), rows))
+    names = [f"{name}: {in_bytes(size)}" for name, size in shown.simulation.trace.bytes_by_name().items() if size]
+    if names:
+        tables.append(Table(f"Collectives of a step of {shown.candidate.name}", (), [(name,) for name in names]))
+    tables.append(Table("Notes", (), [(note,) for note in notes(plan, shown)]))
+    return tables
+
+
+def _row(plan: Plan, option: Option) -> tuple[str, ...]:
+    simulation, name = option.simulation, option.candidate.name
+    if simulation is None:
+        return name, "", "not planned", "", "", "", "", ""
+    time = option.time
+    samples = f"{simulation.samples * plan.cluster.size / time.total:.4g}" if simulation.samples else ""
+    inside, outside = simulation.trace.sent_bytes(plan.cluster)
+    step, waits = f"{time.total * 1e3:.3g} ms", f"{time.exposed / time.total:.0%}" if time.total else ""
+    fits = "yes" if option.fits else "no"
+    return name, in_bytes(option.needed), fits, step, samples, in_bytes(inside + outside), in_bytes(outside), waits
+
+
+def notes(plan: Plan, shown: Option) -> list[str]:
+    """Return what the numbers stand on, and what to do where nothing fits."""
+    assert shown.simulation is not None
+    device = plan.cluster.device
+    found = [f"{one.candidate.name}: {one.reason}" for one in plan.options if one.simulation is None]
+    if plan.best is None:
+        need = f"{in_bytes(shown.needed)} of {in_bytes(device.memory)}"
+        if plan.fits_from is not None:
+            candidate, machines = plan.fits_from
+            found.append(f"Nothing fits; {candidate.name} fits from {machines} machines on.")
+        else:
+            found.append(
+                f"Nothing fits, also on many more machines: {shown.candidate.name} needs {need}. Take smaller batches "
+                "(MemorySavings(micro_batches=2), or batch_size), shorter sequences, or bf16 weights."
+            )
+    if shown.simulation.left_out:
+        found.append(f"Planned for the whole model, without {', '.join(shown.simulation.left_out)}.")
+    whole = shown.simulation.num_parameters * 4 * plan.cluster.per_machine
+    if plan.cluster.size > 1:
+        found.append(
+            f"Each process makes the whole model in the memory of its machine first, {in_bytes(whole)} for "
+            f"{plan.cluster.per_machine} of them, unless the module makes it on the meta device."
+        )
+    if device.is_gpu:
+        found.append(
+            f"Memory is that of tensors times {RESERVED:g} for the allocator, plus {in_bytes(CONTEXT)} for CUDA and "
+            f"NCCL, of {in_bytes(device.memory)}."
+        )
+    rates = ", ".join(f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in device.products.items())
+    source = "published" if device.is_gpu else "measured here"
+    memory, link, network = (f"{rate / 1e9:.4g} GB/s" for rate in (device.bandwidth, device.link, device.network))
+    found.append(
+        f"Time by {source} rates: {rates}, memory {memory}, links {link}, network {network} a device; products reach "
+        f"{step_trace.PRODUCTS:.0%} of them, attention {step_trace.ATTENTION:.0%}, memory and links "
+        f"{step_trace.MEMORY:.0%}. Loading of data is left out."
+    )
+    return found
+
+
+def plan_dict(plan: Plan) -> dict[str, Any]:
+    """Return a plan as values that JSON can hold."""
+    options = []
+    for option in plan.options:
+        entry: dict[str, Any] = {"name": option.candidate.name, "trainer": option.candidate.config()}
+        if option.simulation is None:
+            options.append(entry | {"reason": option.reason})
+            continue
+        simulation = option.simulation
+        inside, outside = simulation.trace.sent_bytes(plan.cluster)
+        options.append(
+            entry
+            | {
+                "fits": option.fits,
+                "needed_bytes": option.needed,
+                "peak_bytes": simulation.peak,
+                "peak_by_kind": simulation.memory,
+                "peak_in": simulation.phase_of_peak,
+                "step": asdict(option.time),
+                "flops": simulation.trace.flops,
+                "samples": simulation.samples,
+                "collectives": dict(simulation.trace.bytes_by_name()),
+                "sent_inside_bytes": inside,
+                "sent_outside_bytes": outside,
+            }
+        )
+    cluster = {"device": plan.cluster.device.name, "per_machine": plan.cluster.per_machine}
+    fits_from = None if plan.fits_from is None else {"name": plan.fits_from[0].name, "machines": plan.fits_from[1]}
+    return {
+        "cluster": cluster | {"machines": plan.cluster.machines},
+        "options": options,
+        "fits_from": fits_from,
+        "seconds": plan.seconds,
+    }

@@ -1,0 +1,126 @@
+"""Plans of runs, as a function and on the command line."""
+
+import json
+
+import pytest
+import yaml
+
+from lightning_accel import plan
+from lightning_accel.__main__ import main
+from lightning_accel.planning import Device, SimulationError
+from tests.planning.planned_runs import make
+
+SMALL = Device("small", 2**31, {"fp32": 1e13}, 1e11, 1e10, 1e9)
+CONFIG = ["--config", "configs/moe_digits.yaml"]
+
+
+def run_of(kind, **settings):
+    def made(**options):
+        return make(kind, **settings, **options)
+
+    return made
+
+
+def test_strategies_are_compared_and_the_fastest_that_fits_comes_first():
+    found = plan(run_of("experts", depth=1), "2xL4-24GB", machines=2)
+    names = {option.candidate.name for option in found.options}
+    assert names >= {
+        "as configured",
+        "ddp",
+        "fsdp2",
+        "fsdp2, shards of 2",
+        "fsdp2, experts on 2",
+        "fsdp2, experts on 4",
+    }
+    assert all(option.fits for option in found.options), [option.reason for option in found.options]
+    times = [option.time.total for option in found.options]
+    assert times == sorted(times)
+    assert found.fits_from is None
+    trainer = found.overlay()["trainer"]
+    assert (trainer["accelerator"], trainer["devices"], trainer["num_nodes"]) == ("gpu", 2, 2)
+    by_name = {option.candidate.name: option for option in found.options}
+    inside, outside = by_name["fsdp2, experts on 2"].simulation.trace.sent_bytes(found.cluster)
+    assert inside > 0  # tokens stay in their machine
+    assert json.loads(json.dumps(found.to_dict()))["cluster"] == {"device": "L4-24GB", "per_machine": 2, "machines": 2}
+    assert outside > 0
+
+
+def test_what_does_not_fit_is_told_where_it_would():
+    device = Device("small", 1100 * 2**20, {"fp32": 1e13}, 1e11, 1e10, 1e9)  # 1 GiB of it is for CUDA
+    runs = run_of("dense", dim=640, depth=2)
+    found = plan(runs, device, machines=2)
+    assert found.best is None
+    candidate, machines = found.fits_from
+    assert candidate.arguments == {"activation_checkpointing": True}
+    assert next(
+        one for one in plan(runs, device, machines).options if one.candidate.arguments == candidate.arguments
+    ).fits
+    assert plan(runs, device, machines // 2).best is None
+    with pytest.raises(ValueError, match="nothing fits on"):
+        found.overlay()
+    found.print()
+
+
+def test_a_strategy_that_cannot_be_planned_says_why(capsys):
+    def with_pipeline(**options):
+        return make("dense", **{"strategy": "accel_pipeline", **options})
+
+    found = plan(with_pipeline, "2xL4-24GB")
+    reasons = {option.candidate.name: option.reason for option in found.options if option.simulation is None}
+    assert list(reasons) == ["as configured"]
+    assert "PipelineStrategy is not planned" in reasons["as configured"]
+    assert found.options[-1].simulation is None
+    found.print()
+    assert "PipelineStrategy" in capsys.readouterr().out
+
+
+def test_one_device_has_the_strategy_of_the_run():
+    found = plan(run_of("recurrent"), SMALL)
+    assert [option.candidate.name for option in found.options] == ["as configured"]
+    assert found.options[0].simulation.trace.bytes_by_name() == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "give gpus"),
+        ({"gpus": "8xH100-80GB", "processes": 2}, "give gpus"),
+        ({"gpus": "8xH101"}, "gpus must be a number and a kind"),
+        ({"gpus": "8xH100-80GB", "machines": 0}, "must be positive"),
+        ({"processes": 0}, "must be positive"),
+    ],
+)
+def test_numbers_and_devices_that_cannot_be(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        plan(run_of("dense"), **arguments)
+
+
+def test_a_run_that_fails_is_no_plan():
+    with pytest.raises(SimulationError, match="before its second optimizer step"):
+        plan(run_of("dense", max_steps=1), SMALL)
+
+
+def test_the_command_line(tmp_path, capsys):
+    overlay, facts = tmp_path / "plan.yaml", tmp_path / "plan.json"
+    status = main(["plan", *CONFIG, "--gpus", "2xA100-40GB", "--output", str(overlay), "--json", str(facts)])
+    printed = capsys.readouterr().out
+    assert status == 0
+    assert "Plan for 2xA100-40GB" in printed
+    assert f"--config {overlay}" in printed
+    assert yaml.safe_load(overlay.read_text())["trainer"]["devices"] == 2
+    assert json.loads(facts.read_text())["options"][0]["fits"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        ([], 2, "give the run to plan"),
+        (CONFIG, 2, "give --gpus"),
+        ([*CONFIG, "--gpus", "7xZ1"], 2, "gpus must be a number and a kind"),
+        (["--config", "missing.yaml", "--gpus", "1xL4-24GB"], 2, "missing.yaml"),
+        ([*CONFIG, "--gpus", "1xL4-24GB", "--model.dim", "x"], 2, "dim"),
+    ],
+)
+def test_command_lines_that_cannot_work(arguments, status, message, capsys):
+    assert main(["plan", *arguments]) == status
+    assert message in capsys.readouterr().err

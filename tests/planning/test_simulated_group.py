@@ -1,0 +1,70 @@
+"""Collectives of a process that is alone."""
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.device_mesh import init_device_mesh
+
+from lightning_accel.planning.simulated_group import simulated_world
+from tests.ranks import run_ranks
+
+# torch 2.13 renames what torch 2.11 has under its old name alone
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
+
+
+@pytest.fixture
+def recorded():
+    found = []
+
+    def record(name, size, group, tensors):
+        found.append((name, size, dist.get_process_group_ranks(group)))
+
+    with simulated_world(6, record):
+        yield found
+    assert not dist.is_initialized()
+
+
+def test_collectives_are_answered_as_if_all_held_the_same(recorded):
+    mine = torch.tensor([4, 5])
+    everywhere = torch.empty(6, 2, dtype=torch.long)
+    dist.all_gather_into_tensor(everywhere.view(-1), mine)
+    assert everywhere.tolist() == [[4, 5]] * 6
+    parts = [torch.zeros(2, dtype=torch.long) for _ in range(6)]
+    dist.all_gather(parts, mine)
+    assert [part.tolist() for part in parts] == [[4, 5]] * 6
+    arriving = torch.empty(6, dtype=torch.long)
+    dist.all_to_all_single(arriving, torch.arange(6) + 7)  # the others send to this one what it sends to itself
+    assert arriving.tolist() == [7] * 6
+    objects = [None] * 6
+    dist.all_gather_object(objects, {"a": 1})
+    assert objects == [{"a": 1}] * 6
+    assert [(name, size) for name, size, _ in recorded[:3]] == [
+        ("all_gather", 96),
+        ("all_gather", 96),
+        ("all_to_all", 48),
+    ]
+
+
+def test_groups_have_their_own_members(recorded):
+    mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("outer", "inner"))
+    dist.all_reduce(torch.ones(4), group=mesh.get_group("inner"))
+    dist.reduce_scatter_tensor(torch.ones(2), torch.ones(4), group=mesh.get_group("outer"))
+    dist.barrier(dist.new_group([0, 5], backend="gloo"))
+    assert recorded[-3:] == [("all_reduce", 16, [0, 1, 2]), ("reduce_scatter", 16, [0, 3]), ("barrier", 0, [0, 5])]
+
+
+def test_functional_collectives_come_here(recorded):
+    assert all_reduce(torch.ones(3), "sum", dist.group.WORLD).tolist() == [1.0, 1.0, 1.0]
+    assert recorded[-1] == ("all_reduce", 12, list(range(6)))
+
+
+def plan_within_a_group(rank):
+    with pytest.raises(RuntimeError, match="in a process group already"), simulated_world(2, lambda *called: None):
+        pass
+    L.seed_everything(1)
+
+
+def test_a_process_of_a_real_group_is_refused():
+    run_ranks(plan_within_a_group)

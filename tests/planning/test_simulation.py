@@ -1,0 +1,167 @@
+"""A simulated step against the same step, trained for real, and seen by counters of the tests' own."""
+
+import os
+import warnings
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_accel.planning import Cluster, Device, SimulationError, simulate_step
+from lightning_accel.planning.hardware import DEVICES
+from lightning_accel.strategies import FullyShardedStrategy
+from tests.planning.planned_runs import SecondStep, Seen, make, train_seen
+from tests.ranks import run_ranks
+from tests.zoo import ZOO
+
+CPU = Device("cpu", 2**34, {"fp32": 1e11}, 1e10, 1e9, 1e9, is_gpu=False)
+SHARDED = {
+    "sharded": {},
+    "checkpointing": {"activation_checkpointing": True},
+    "two shards": {"shard_size": 2},
+    "experts on two": {"expert_parallel_size": 2},
+}
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+def strategy_of(name):
+    return FullyShardedStrategy(**SHARDED[name]) if name in SHARDED else name
+
+
+def simulated(tmp_path, kind, strategy, world_size, device=CPU, **options):
+    def run(arguments, fit):
+        fit(*make(kind, **options, **arguments))
+
+    return simulate_step(run, Cluster(device, world_size), {"strategy": strategy_of(strategy)}, tmp_path)
+
+
+def train_all(rank, cells, world_size):
+    return [train_seen(rank, kind, strategy_of(strategy), world_size) for kind, strategy in cells]
+
+
+def compare(tmp_path, cells, world_size):
+    every = run_ranks(train_all, cells, world_size, world_size=world_size)
+    for number, (kind, strategy) in enumerate(cells):
+        found = simulated(tmp_path, kind, strategy, world_size)
+        collectives = every[0][number][0]
+        peak = max(one[number][1] for one in every)
+        planned = {name: size for name, size in found.trace.bytes_by_name().items() if size}
+        if strategy == "experts on two":  # which tokens go where depends on the gate
+            assert planned.pop("all_to_all") == pytest.approx(collectives.pop("all_to_all"), rel=0.1)
+            assert found.peak == pytest.approx(peak, rel=0.15)
+        else:
+            assert found.peak == pytest.approx(peak, rel=0.002), (kind, strategy)
+        assert planned == collectives, (kind, strategy)
+        assert sum(found.memory.values()) == found.peak
+
+
+def test_two_processes(tmp_path):
+    compare(tmp_path, [("dense", "ddp"), ("experts", "sharded")], 2)
+
+
+@pytest.mark.slow
+def test_all_on_two_processes(tmp_path):
+    strategies = ("ddp", "sharded", "checkpointing")
+    cells = [(kind, strategy) for kind in ("dense", "experts", "recurrent") for strategy in strategies]
+    compare(tmp_path, [*cells, ("experts", "experts on two")], 2)
+
+
+@pytest.mark.slow
+def test_all_on_four_processes(tmp_path):
+    strategies = ("ddp", "sharded", "checkpointing", "two shards")
+    cells = [(kind, strategy) for kind in ("dense", "experts", "recurrent") for strategy in strategies]
+    compare(tmp_path, [*cells, ("experts", "experts on two")], 4)
+
+
+def zoo_trainer(**options):
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_steps": 3}
+    return L.Trainer(**{**quiet, "enable_model_summary": False, "accelerator": "cpu", "devices": 1, **options})
+
+
+@pytest.mark.parametrize(
+    "name", [one if one in ("llama", "resnet", "gcn") else pytest.param(one, marks=pytest.mark.slow) for one in ZOO]
+)
+def test_networks_of_others(name, tmp_path):
+    model = ZOO[name]
+    if model.requires != "torch":
+        pytest.importorskip(model.requires)
+    seen = Seen()
+    second = SecondStep(seen)
+    torch.manual_seed(0)
+    with seen:
+        zoo_trainer(callbacks=[second]).fit(model.make(), model.loader())
+
+    def run(arguments, fit):
+        fit(zoo_trainer(**arguments), model.make(), model.loader())
+
+    found = simulate_step(run, Cluster(CPU, 1), {}, tmp_path)
+    assert found.peak == pytest.approx(second.peak, rel=0.01)
+    assert found.samples == 4
+
+
+def test_kinds_of_memory_and_work(tmp_path):
+    _, module, _ = make("dense")
+    size = sum(one.numel() for one in module.parameters()) * 4
+    found = simulated(tmp_path, "dense", "ddp", 8)
+    assert found.num_parameters * 4 == size
+    assert found.memory["parameters"] == found.memory["gradients"] == found.memory["communication"] == size
+    assert found.memory["optimizer states"] == pytest.approx(2 * size, rel=0.01)
+    assert found.trace.bytes_by_name()["all_reduce"] == size
+    rows, dim = 4 * 12, 24
+    products = 3 * (2 * 4 * dim * dim) + dim * 50  # of the blocks and the head
+    assert found.trace.flops == 3 * 2 * rows * products  # forward, and twice as many backward
+    sharded = simulated(tmp_path, "dense", "sharded", 8)
+    assert sharded.memory["parameters"] == pytest.approx(size / 8, rel=0.03)
+    assert sharded.memory["optimizer states"] == pytest.approx(size / 4, rel=0.03)
+    assert sharded.phase_of_peak in ("forward", "backward")
+
+
+def test_accumulated_batches_are_one_step(tmp_path):
+    once = simulated(tmp_path, "dense", "ddp", 2)
+    found = simulated(tmp_path, "dense", "ddp", 2, accumulate_grad_batches=3)
+    assert found.samples == 3 * once.samples == 12
+    assert found.trace.flops == 3 * once.trace.flops
+    assert found.trace.bytes_by_name()["all_reduce"] == once.trace.bytes_by_name()["all_reduce"]
+
+
+def test_optimizers_update_all_weights_at_once_on_a_gpu(tmp_path):
+    on_cpu = simulated(tmp_path, "dense", "ddp", 2, dim=256, length=2)
+    on_gpu = simulated(tmp_path, "dense", "ddp", 2, device=DEVICES["H100-80GB"], dim=256, length=2)
+    assert on_gpu.phase_of_peak == "optimizer"
+    assert on_gpu.memory["temporary"] == pytest.approx(on_gpu.memory["parameters"], rel=0.05)
+    assert on_cpu.memory.get("temporary", 0) < on_gpu.memory["temporary"] / 2
+
+
+def test_the_process_is_left_as_it_was(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    before = dict(os.environ)
+    group, resize = torch.distributed.new_group, torch.UntypedStorage.resize_
+    simulated(tmp_path, "dense", "sharded", 4)
+    with pytest.raises(ZeroDivisionError), warnings.catch_warnings():
+        simulate_step(lambda arguments, fit: 1 // 0, Cluster(CPU, 4), {}, tmp_path)
+    assert dict(os.environ) == before
+    assert torch.distributed.new_group is group
+    assert torch.UntypedStorage.resize_ is resize
+    assert not torch.distributed.is_initialized()
+    assert torch.empty(2).fill_(3).tolist() == [3, 3]
+
+
+def test_training_without_a_second_step(tmp_path):
+    with pytest.raises(SimulationError, match="before its second optimizer step"):
+        simulated(tmp_path, "dense", "ddp", 2, max_steps=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machines", [1, 128])
+def test_a_model_of_four_billion_weights_on_a_thousand_processes(tmp_path, machines):
+    import resource
+
+    def run(arguments, fit):
+        trainer, module, loader = make("dense", dim=4096, depth=32, length=16, **arguments)
+        fit(trainer, module, loader)
+
+    cluster = Cluster(DEVICES["H100-80GB"], 8, machines)
+    found = simulate_step(run, cluster, {"strategy": FullyShardedStrategy()}, tmp_path)
+    assert found.num_parameters > 4e9
+    assert found.memory["parameters"] == pytest.approx(4 * found.num_parameters / cluster.size, rel=0.05)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 * 2**20
