@@ -296,11 +296,14 @@ class Llama8B(L.LightningModule):
         fully_shard([self.norm, self.head], reshard_after_forward=False, **options)
         fully_shard(self, **options)
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        x = self.embedding(batch[0])
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, self.turns)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), batch[0].flatten())
+        return self.head(self.norm(x))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]).flatten(0, 1).float(), batch[0].flatten())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), fused=True)
@@ -341,8 +344,9 @@ def published(quick: bool) -> list[dict[str, Any]]:
             {"gpus": size, "memory": memory, "planned_memory": planned, "tokens": speed, "planned_tokens": tokens}
         )
         print(
-            f"{size} GPUs: memory {planned:.1f} GiB of {memory} ({planned / memory:.2f}); tokens/s {tokens:.0f} of {speed} "
-            f"({tokens / speed:.2f}), compiled {compiled} ({tokens / compiled:.2f})"
+            f"{size} GPUs: memory {planned:.1f} GiB of {memory} ({planned / memory:.2f}); tokens/s {tokens:.0f} of "
+            f"{speed} ({tokens / speed:.2f}), compiled {compiled} ({tokens / compiled:.2f})",
+            flush=True,
         )
     return rows
 

@@ -193,8 +193,7 @@ class _Planner:
             except Exception as error:
                 if not self.is_made:
                     raise  # it is no run yet, with whatever strategy
-                reason = (str(error) or type(error).__name__).strip().splitlines()[0]
-                return Option(candidate, cluster, reason=f"{type(error).__name__}: {reason}")
+                return Option(candidate, cluster, reason=_reason(error))
 
     def _observed(self, options: dict[str, Any], fit: Fit) -> None:
         def observed(trainer: L.Trainer, module: L.LightningModule, data: Any) -> None:
@@ -223,6 +222,16 @@ class _Planner:
                 return None
             machines *= 2
         return None
+
+
+def _reason(error: Exception) -> str:
+    text = (str(error) or type(error).__name__).strip().splitlines()[0]
+    if "can't allocate memory" in text:
+        return (
+            "a tensor is larger than this machine's memory, which Linux refuses also for memory that nobody uses; plan "
+            f"on a larger machine, or allow it: sysctl vm.overcommit_memory=1 ({text})"
+        )
+    return f"{type(error).__name__}: {text}"
 
 
 def _this_machine(processes: int) -> Device:

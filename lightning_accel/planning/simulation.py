@@ -119,6 +119,8 @@ def simulate_step(run: Run, cluster: Cluster, options: Mapping[str, Any], folder
         **options,
     }
     with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        torch.manual_seed(0)  # the choice of experts is drawn
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_environment(cluster))
         if cluster.size > 1:

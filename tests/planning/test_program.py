@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 import yaml
 
 from lightning_accel import plan
@@ -72,6 +73,22 @@ def test_a_strategy_that_cannot_be_planned_says_why(capsys):
     assert found.options[-1].simulation is None
     found.print()
     assert "PipelineStrategy" in capsys.readouterr().out
+
+
+class Huge(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(2**40))
+
+
+def test_tensors_that_the_system_refuses():
+    def made(**options):
+        trainer, module, data = make("dense", **options)
+        module.configure_model = lambda: setattr(module, "block", Huge())
+        return trainer, module, data
+
+    with pytest.raises(SimulationError, match="overcommit_memory=1"):
+        plan(made, SMALL)
 
 
 def test_one_device_has_the_strategy_of_the_run():
