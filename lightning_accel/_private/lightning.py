@@ -145,6 +145,11 @@ def layer_sync_of(strategy: Any) -> LayerSync | None:
     return sync
 
 
+def leave_layer_sync_out(strategy: Any) -> None:
+    """Take the LayerSync plug-in from a strategy, for which there is no public way after the Trainer has given it."""
+    strategy._layer_sync = None
+
+
 def call_step_hooks(precision: Precision, module: L.LightningModule, optimizer: Optimizer) -> None:
     """Call ``on_before_optimizer_step`` and clip gradients; ``optimizer_step`` does so within the step alone."""
     precision._after_closure(module, optimizer)

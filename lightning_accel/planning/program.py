@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,7 @@ def plan(
     Raises:
         SimulationError: if the run cannot be planned with any strategy; errors that it ends with before it has a
             Trainer and a module are its own.
+        TypeError: if the function returns something else.
         ValueError: if the devices are unknown, or numbers are not positive.
     """
     began = time.monotonic()
@@ -169,7 +171,7 @@ class _Planner:
         self.num_experts = 0
         self.is_made = False
         if callable(config):
-            self.run: Run = lambda options, fit: fit(*config(**options))
+            self.run: Run = partial(_fit_made, config)
         else:
             arguments = ["--config", str(config)] if isinstance(config, str | Path) else list(config)
             # by its name, since the command line imports this package
@@ -222,6 +224,14 @@ class _Planner:
                 return None
             machines *= 2
         return None
+
+
+def _fit_made(make: Make, options: dict[str, Any], fit: Fit) -> None:
+    made = make(**options)
+    if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], L.Trainer)):
+        name = getattr(make, "__qualname__", repr(make))
+        raise TypeError(f"{name} must return (trainer, module, data); got {type(made).__name__}")
+    fit(*made)
 
 
 def _reason(error: Exception) -> str:

@@ -79,7 +79,8 @@ class SimulatedTensors(TorchDispatchMode):
             return args[0]
         if operation.is_view or any(tensor.is_meta for tensor in tensors):
             return func(*args, **kwargs)
-        if self._is_simulated(func, tensors, args, kwargs):
+        is_dense = all(tensor.layout == torch.strided for tensor in tensors)
+        if is_dense and self._is_simulated(func, tensors, args, kwargs):
             result = self._simulate(func, operation, tensors, args, kwargs)
         else:
             result = func(*args, **kwargs)
@@ -122,6 +123,8 @@ class SimulatedTensors(TorchDispatchMode):
             shapes = _on_meta(func, args, kwargs, sources)
         except (RuntimeError, NotImplementedError):  # sizes depend on values, or torch does not know the sizes
             shapes = None
+        if any(one.layout != torch.strided for one in _tensors_in(shapes)):  # as gradients of sparse embeddings
+            return func(*args, **kwargs)
         if shapes is None:
             computed = _computed(func, args, kwargs)
             result = tree_map(lambda one: self._made(one, one, {}) if isinstance(one, Tensor) else one, computed)

@@ -11,10 +11,12 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.flop_counter import flop_registry
 
+from lightning_accel._private.lightning import layer_sync_of, leave_layer_sync_out
 from lightning_accel._private.torch import group_of, is_functional_collective, packet_of, tree_leaves
 from lightning_accel.callbacks import (
     CompressionReport,
@@ -64,7 +66,8 @@ class Simulation:
         samples: samples of the step in this process; None where the batch does not tell.
         num_parameters: numbers that the parameters of the whole module hold.
         tf32: whether float32 products may use tensor cores.
-        left_out: callbacks that make the model smaller, at some other step or after training, and their teachers.
+        left_out: callbacks that make the model smaller, at some other step or after training, and their teachers;
+            synchronization of batch norms.
     """
 
     peak: int = 0
@@ -100,10 +103,19 @@ def simulate_step(run: Run, cluster: Cluster, options: Mapping[str, Any], folder
             raise SimulationError(
                 f"{name} is not planned: its processes or devices do not do the same; plan another one"
             )
+        if trainer.world_size != cluster.size:
+            raise SimulationError(
+                f"the Trainer has {trainer.world_size} processes where {cluster.size} are planned: pass the arguments "
+                "that the function is called with on to the Trainer, which has no devices, num_nodes, strategy and "
+                "accelerator of its own then"
+            )
         watch.found.num_parameters = sum(each.numel() for each in module.parameters())
         isolate(trainer, folder, max_val_batches=1)
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
         watch.found.left_out = [type(one).__name__ for one in callbacks if isinstance(one, _COMPRESSING)]
+        if isinstance(trainer.strategy, ParallelStrategy) and layer_sync_of(trainer.strategy) is not None:
+            leave_layer_sync_out(trainer.strategy)  # its layers compute on GPUs alone, or read counts
+            watch.found.left_out.append("SyncBatchNorm")
         unwanted = (*_COMPRESSING, ProgressBar)
         trainer.callbacks = [*(one for one in callbacks if not isinstance(one, unwanted)), watch]  # type: ignore[attr-defined]
         trainer.num_sanity_val_steps = 0
@@ -158,7 +170,7 @@ class _Watch(L.Callback):
         if not self._is_measuring:
             return
         for tensor in tensors:
-            if tensor.is_floating_point():
+            if tensor.is_floating_point() and tensor.layout == torch.strided:
                 self.memory.add(tensor.untyped_storage(), kind="communication")
         if size or name == "barrier":
             ranks = tuple(dist.get_process_group_ranks(group))
@@ -247,7 +259,7 @@ class _Watch(L.Callback):
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(one.numel() * one.element_size() for one in tensors)
+    return sum(one.numel() * one.element_size() for one in tensors if one.layout == torch.strided)
 
 
 @contextmanager

@@ -2,9 +2,11 @@
 
 import json
 
+import lightning as L
 import pytest
 import torch
 import yaml
+from torchmetrics import Accuracy
 
 from lightning_accel import plan
 from lightning_accel.__main__ import main
@@ -75,6 +77,47 @@ def test_a_strategy_that_cannot_be_planned_says_why(capsys):
     assert "PipelineStrategy" in capsys.readouterr().out
 
 
+class Normed(L.LightningModule):
+    """A table with sparse gradients, dropout and batch norm, trained as users do."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(50, 8, sparse=True)
+        self.net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.2))
+        self.accuracy = Accuracy("multiclass", num_classes=8)
+
+    def training_step(self, batch, batch_idx):
+        scores = self.net(self.table(batch[0][:, 0]))
+        classes = batch[0][:, 1] % 8
+        loss = torch.nn.functional.cross_entropy(scores, classes)
+        if torch.isnan(loss) or loss.item() > 1e6:
+            raise ValueError("diverged")
+        right = scores.argmax(1) == classes
+        self.log("right", scores[right].detach().cpu().numpy().sum().item(), sync_dist=True)
+        self.accuracy(scores, classes)
+        self.log("accuracy", self.accuracy)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=100)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_modules_as_users_write_them():
+    def made(**options):
+        trainer, _, data = make("dense", sync_batchnorm=True, accumulate_grad_batches=2, **options)
+        return trainer, Normed(), data
+
+    found = plan(made, "2xL4-24GB")
+    assert [option.reason for option in found.options if "ddp" in option.candidate.name] == [""]
+    by_name = {option.candidate.name: option for option in found.options}
+    assert by_name["ddp"].simulation.left_out == ["SyncBatchNorm"]
+    assert by_name["ddp"].simulation.trace.bytes_by_name()["all_reduce"] > 0
+    assert "SparseCPU" in by_name["fsdp2"].reason
+
+
 class Huge(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -110,6 +153,17 @@ def test_one_device_has_the_strategy_of_the_run():
 def test_numbers_and_devices_that_cannot_be(arguments, message):
     with pytest.raises(ValueError, match=message):
         plan(run_of("dense"), **arguments)
+
+
+def test_functions_that_are_no_run():
+    with pytest.raises(TypeError, match=r"must return \(trainer, module, data\); got list"):
+        plan(lambda **options: [], SMALL)
+
+    def with_own_devices(**options):
+        return make("dense", accelerator="cpu", devices=1)
+
+    with pytest.raises(SimulationError, match="the Trainer has 1 processes where 4 are planned"):
+        plan(with_own_devices, "2xL4-24GB", machines=2)
 
 
 def test_a_run_that_fails_is_no_plan():

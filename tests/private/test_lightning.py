@@ -224,6 +224,8 @@ def test_settings_of_strategies():
         accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False, sync_batchnorm=True
     )
     assert isinstance(private.layer_sync_of(trainer.strategy), TorchSyncBatchNorm)
+    private.leave_layer_sync_out(trainer.strategy)
+    assert private.layer_sync_of(trainer.strategy) is None
 
 
 def test_hooks_of_a_step_are_called_and_gradients_clipped():
