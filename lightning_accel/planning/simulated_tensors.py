@@ -138,12 +138,6 @@ class SimulatedTensors(TorchDispatchMode):
             result = spec.unflatten(
                 [self._made(a, b, sources) if isinstance(a, Tensor) else a for a, b in zip(flat, filled, strict=True)]
             )
-        if any(operation.returned):  # such as running statistics beside outputs
-            made = [result] if isinstance(result, Tensor) else list(result)
-            for index, written in enumerate(operation.returned):
-                if written is not None:
-                    made[index] = written.of(args, kwargs)
-            result = made[0] if isinstance(result, Tensor) else tuple(made)
         return result
 
     def _made(self, shape: Tensor, value: Tensor, sources: "_Sources") -> Tensor:
