@@ -3,14 +3,14 @@
 from dataclasses import asdict
 from typing import Any
 
-from lightning_accel.measure.table import Table, in_bytes
+from lightning_accel.measure.table import Table, in_bytes, with_unit
 from lightning_accel.planning import step_trace
 from lightning_accel.planning.program import CONTEXT, RESERVED, Option, Plan
 
 
 def plan_tables(plan: Plan) -> list[Table]:
     """Return the strategies compared, the parts of the fastest, and what was assumed."""
-    columns = ("strategy", "memory", "fits", "step", "samples/s", "sends", "to network", "waits")
+    columns = ("strategy", "memory", "fits", "step", "samples/s", "sends", *_network(plan, "to network"), "waits")
     tables = [Table(f"Plan for {plan.cluster}", columns, [_row(plan, option) for option in plan.options])]
     shown = plan.best or next(option for option in plan.options if option.simulation is not None)
     assert shown.simulation is not None
@@ -24,16 +24,20 @@ def plan_tables(plan: Plan) -> list[Table]:
     return tables
 
 
+def _network(plan: Plan, cell: str) -> tuple[str, ...]:
+    return (cell,) if plan.cluster.machines > 1 else ()
+
+
 def _row(plan: Plan, option: Option) -> tuple[str, ...]:
     simulation, name = option.simulation, option.candidate.name
     if simulation is None:
-        return name, "", "not planned", "", "", "", "", ""
+        return name, "", "not planned", "", "", "", *_network(plan, ""), ""
     time = option.time
-    samples = f"{simulation.samples * plan.cluster.size / time.total:.4g}" if simulation.samples else ""
+    samples = with_unit(simulation.samples * plan.cluster.size / time.total, "") if simulation.samples else ""
     inside, outside = simulation.trace.sent_bytes(plan.cluster)
     step, waits = f"{time.total * 1e3:.3g} ms", f"{time.exposed / time.total:.0%}" if time.total else ""
-    fits = "yes" if option.fits else "no"
-    return name, in_bytes(option.needed), fits, step, samples, in_bytes(inside + outside), in_bytes(outside), waits
+    sends = in_bytes(inside + outside), *_network(plan, in_bytes(outside))
+    return name, in_bytes(option.needed), "yes" if option.fits else "no", step, samples, *sends, waits
 
 
 def notes(plan: Plan, shown: Option) -> list[str]:
@@ -65,10 +69,10 @@ def notes(plan: Plan, shown: Option) -> list[str]:
             f"NCCL, of {in_bytes(device.memory)}."
         )
     rates = ", ".join(f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in device.products.items())
-    source = "published" if device.is_gpu else "measured here"
+    source = "published rates" if device.is_gpu else "rates measured here"
     memory, link, network = (f"{rate / 1e9:.4g} GB/s" for rate in (device.bandwidth, device.link, device.network))
     found.append(
-        f"Time by {source} rates: {rates}, memory {memory}, links {link}, network {network} a device; products reach "
+        f"Times by {source}: {rates}, memory {memory}, links {link}, network {network} a device; products reach "
         f"{step_trace.PRODUCTS:.0%} of them, attention {step_trace.ATTENTION:.0%}, memory and links "
         f"{step_trace.MEMORY:.0%}. Loading of data is left out."
     )
