@@ -90,6 +90,8 @@ def exchange(seconds):
     [
         ([gather(0.5), WORK, gather(0.5), WORK], 0.5 + 2 * SECOND),  # the second hides behind the first block
         ([gather(0.5), WORK, gather(5), WORK], 0.5 + 5 + SECOND),  # which it outlasts
+        # the third begins with the second block, not before
+        ([gather(0.5), WORK, gather(0.5), WORK, gather(2), WORK], 0.5 + SECOND + 2 + SECOND),
         ([exchange(0.5), WORK, exchange(0.5), WORK], 1 + 2 * SECOND),
         ([BACK, reduce(0.5), BACK, reduce(0.5)], 2 * SECOND + 0.5),
         ([BACK, reduce(5), BACK, reduce(0.5)], SECOND + 5.5),
