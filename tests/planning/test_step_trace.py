@@ -105,6 +105,12 @@ def test_what_communication_hides_behind(events, total):
     assert time.exposed == pytest.approx(total - time.computation)
 
 
+@pytest.mark.parametrize(("name", "bandwidth", "share"), [("all_to_all", 1e9, 7 / 8), ("all_reduce", 4e9, 14 / 8)])
+def test_exchanges_of_tokens_leave_by_one_port_each(name, bandwidth, share):
+    time = trace(Collective("forward", name, 10**9, tuple(range(8)))).time_on(CLUSTER)
+    assert time.communication == pytest.approx(LATENCY + share * 1e9 / (LINK * bandwidth))
+
+
 def test_tensor_cores_for_float32():
     work = trace(Work("forward", 10**15, "fp32", 0))
     cluster = Cluster(DEVICES["A100-80GB"], 1)
