@@ -10,7 +10,8 @@ from torchmetrics import Accuracy
 
 from lightning_accel import plan
 from lightning_accel.__main__ import main
-from lightning_accel.planning import Device, SimulationError
+from lightning_accel.planning import Cluster, Device, SimulationError
+from lightning_accel.planning.candidates import candidates_for
 from tests.planning.planned_runs import make
 
 SMALL = Device("small", 2**31, {"fp32": 1e13}, 1e11, 1e10, 1e9)
@@ -46,6 +47,17 @@ def test_strategies_are_compared_and_the_fastest_that_fits_comes_first():
     assert inside > 0  # tokens stay in their machine
     assert json.loads(json.dumps(found.to_dict()))["cluster"] == {"device": "L4-24GB", "per_machine": 2, "machines": 2}
     assert outside > 0
+
+
+@pytest.mark.parametrize(
+    ("per_machine", "machines", "num_experts", "sizes"),
+    [(2, 2, 4, {2, 4}), (3, 1, 4, set()), (4, 2, 4, {4}), (1, 4, 8, {4}), (2, 2, 0, set())],
+)
+def test_experts_are_distributed_in_equal_numbers(per_machine, machines, num_experts, sizes):
+    found = candidates_for(Cluster(SMALL, per_machine, machines), num_experts)
+    arguments = [candidate.arguments for candidate in found]
+    assert {one["expert_parallel_size"] for one in arguments if "expert_parallel_size" in one} == sizes
+    assert ({"shard_size": per_machine} in arguments) == (per_machine > 1 and machines > 1)
 
 
 def test_what_does_not_fit_is_told_where_it_would():
