@@ -94,8 +94,6 @@ class SimulatedTensors(TorchDispatchMode):
             return True
         if tensors and func not in _EMPTY:
             return False
-        if func is _NUMBER_READ:
-            return False
         try:
             made = _on_meta(func, args, kwargs)
         except (RuntimeError, NotImplementedError):
