@@ -6,7 +6,9 @@ import warnings
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import Timer
 
+from lightning_accel.callbacks import Pruning, Quantization
 from lightning_accel.planning import Cluster, Device, SimulationError, simulate_step
 from lightning_accel.planning.hardware import DEVICES
 from lightning_accel.strategies import FullyShardedStrategy
@@ -114,6 +116,7 @@ def test_kinds_of_memory_and_work(tmp_path):
     assert sharded.memory["parameters"] == pytest.approx(size / 8, rel=0.03)
     assert sharded.memory["optimizer states"] == pytest.approx(size / 4, rel=0.03)
     assert sharded.phase_of_peak in ("forward", "backward")
+    assert sharded.memory["gathered parameters"] >= 4 * 2 * 4 * dim * dim  # of a block
 
 
 def test_accumulated_batches_are_one_step(tmp_path):
@@ -134,16 +137,24 @@ def test_optimizers_update_all_weights_at_once_on_a_gpu(tmp_path):
 
 def test_the_process_is_left_as_it_was(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS", "4")
-    before = dict(os.environ)
+    torch.manual_seed(5)
+    before, random_state = dict(os.environ), torch.get_rng_state()
     group, resize = torch.distributed.new_group, torch.UntypedStorage.resize_
     simulated(tmp_path, "dense", "sharded", 4)
     with pytest.raises(ZeroDivisionError), warnings.catch_warnings():
         simulate_step(lambda arguments, fit: 1 // 0, Cluster(CPU, 4), {}, tmp_path)
     assert dict(os.environ) == before
+    assert "TORCHELASTIC_RUN_ID" not in os.environ
+    assert torch.get_rng_state().equal(random_state)
     assert torch.distributed.new_group is group
     assert torch.UntypedStorage.resize_ is resize
     assert not torch.distributed.is_initialized()
     assert torch.empty(2).fill_(3).tolist() == [3, 3]
+
+
+def test_callbacks_that_compress_are_left_out(tmp_path):
+    found = simulated(tmp_path, "dense", "ddp", 2, callbacks=[Pruning(sparsity=0.5), Quantization(), Timer()])
+    assert found.left_out == ["Pruning", "Quantization"]
 
 
 def test_training_without_a_second_step(tmp_path):
