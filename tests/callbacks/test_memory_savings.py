@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_accel.callbacks import MemorySavings
 from lightning_accel.callbacks.memory_savings import activations_on_host
 from tests.ranks import run_ranks
+from tests.zoo import ZOO
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*(does not have many workers|number of training batches|treespec|sync_dist|find_unused|.grad attribute)"
@@ -163,6 +164,27 @@ def test_rejects_what_would_train_otherwise(savings, net, options, error, words)
     finally:
         if dist.is_initialized():  # by the strategy, before the callback rejects it
             dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_recomputed_decoders_of_transformers_append_to_no_cache(name):
+    """They get their cache by position, or by name; without labels they return it."""
+    pytest.importorskip("transformers")
+    model = ZOO[name]
+
+    def losses(callbacks):
+        torch.manual_seed(0)
+        module = model.make()
+        found = []
+        step = module.training_step
+        module.training_step = lambda *args: found.append(step(*args)) or found[-1]
+        options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_steps": 3}
+        L.Trainer(**options, enable_model_summary=False, accelerator="cpu", callbacks=callbacks).fit(
+            module, model.loader()
+        )
+        return torch.stack(found).tolist()
+
+    assert losses([MemorySavings(activation_checkpointing=True)]) == pytest.approx(losses([]), rel=1e-5)
 
 
 def test_activations_move_to_the_host_and_parameters_do_not():

@@ -100,6 +100,13 @@ def test_networks_of_others(name, tmp_path):
     assert found.peak == pytest.approx(second.peak, rel=0.01)
     assert found.samples == 4
 
+    def run_mixed(arguments, fit):
+        fit(zoo_trainer(precision="bf16-mixed", **arguments), model.make(), model.loader())
+
+    # what is recomputed in the backward pass takes the ways of CUDA, too
+    sharded = {"strategy": FullyShardedStrategy(activation_checkpointing=True)}
+    assert simulate_step(run_mixed, Cluster(DEVICES["L4-24GB"], 2), sharded, tmp_path).peak > 0
+
 
 def test_kinds_of_memory_and_work(tmp_path):
     _, module, _ = make("dense")

@@ -1,8 +1,9 @@
 """FSDP2 applied to a module block by block, and its experts distributed over processes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -164,10 +165,27 @@ def initialize_meta_weights(module: nn.Module, device: torch.device) -> None:
 
 
 def recompute_activations(blocks: Sequence[nn.Module]) -> None:
-    """Keep only the input of each block, and recompute the rest in the backward pass."""
+    """Keep only the input of each block, and recompute the rest in the backward pass.
+
+    Blocks of transformers that get a cache of keys and values, as decoders do by default, get none where gradients are
+    computed: a second pass would append to it.
+    """
     for block in blocks:
         # not by a wrapper module, which would change the names of parameters
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = partial(_recomputed, block.forward)
+
+
+def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if torch.is_grad_enabled():
+        args = tuple(None if _is_cache(value) else value for value in args)
+        kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+        if kwargs.get("use_cache"):
+            kwargs["use_cache"] = False
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def _is_cache(value: object) -> bool:
+    return any(kind.__name__ == "Cache" and kind.__module__.startswith("transformers") for kind in type(value).__mro__)
 
 
 @torch.no_grad()
