@@ -1,5 +1,6 @@
 """Runs whose step is planned and trained: a dense network, a mixture of experts and a recurrent network."""
 
+import gc
 import weakref
 from collections import Counter
 from typing import Any
@@ -123,6 +124,7 @@ class SecondStep(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == 1:
+            gc.collect()  # cycles of the first step hold tensors for as long as nobody looks for them
             self.seen.collectives.clear()
             self.seen.peak = 0
 
