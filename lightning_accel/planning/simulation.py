@@ -126,7 +126,6 @@ def simulate_step(run: Run, cluster: Cluster, options: Mapping[str, Any], folder
         "accelerator": "cpu",
         "devices": cluster.per_machine,
         "num_nodes": cluster.machines,
-        "enable_progress_bar": False,
         "enable_model_summary": False,
         **options,
     }

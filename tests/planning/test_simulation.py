@@ -6,7 +6,7 @@ import warnings
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.callbacks import Timer, TQDMProgressBar
 
 from lightning_accel.callbacks import Pruning, Quantization
 from lightning_accel.planning import Cluster, Device, SimulationError, simulate_step
@@ -164,7 +164,8 @@ def test_the_process_is_left_as_it_was(tmp_path, monkeypatch):
 
 
 def test_callbacks_that_compress_are_left_out(tmp_path):
-    found = simulated(tmp_path, "dense", "ddp", 2, callbacks=[Pruning(sparsity=0.5), Quantization(), Timer()])
+    callbacks = [Pruning(sparsity=0.5), Quantization(), Timer(), TQDMProgressBar()]
+    found = simulated(tmp_path, "dense", "ddp", 2, callbacks=callbacks, enable_progress_bar=True)
     assert found.left_out == ["Pruning", "Quantization"]
 
 
