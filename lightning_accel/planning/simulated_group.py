@@ -1,5 +1,6 @@
 """A process group of one process that stands for many, whose collectives are recorded."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -150,7 +151,7 @@ def simulated_world(size: int, record: Callable[[str, int, Any, list[Tensor]], N
 
     if _BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(_BACKEND, _create, devices=["cpu"])
-    make_group = dist.new_group
+    make_group, excepthook = dist.new_group, sys.excepthook
     _records.append(record)
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(_BACKEND, store=store, rank=0, world_size=size)
@@ -158,6 +159,6 @@ def simulated_world(size: int, record: Callable[[str, int, Any, list[Tensor]], N
     try:
         yield
     finally:
-        dist.new_group = make_group
+        dist.new_group, sys.excepthook = make_group, excepthook  # torch's own names a rank in each line
         dist.destroy_process_group()
         _records.pop()

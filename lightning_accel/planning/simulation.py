@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.flop_counter import flop_registry
@@ -130,7 +131,8 @@ def simulate_step(run: Run, cluster: Cluster, options: Mapping[str, Any], folder
         **options,
     }
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.random.fork_rng(devices=[]))  # also after errors
+        stack.enter_context(isolate_rng(include_cuda=False))
         torch.manual_seed(0)  # the choice of experts is drawn
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_environment(cluster))

@@ -1,6 +1,8 @@
 """A simulated step against the same step, trained for real, and seen by counters of the tests' own."""
 
 import os
+import random
+import sys
 import warnings
 
 import lightning as L
@@ -150,6 +152,7 @@ def test_the_process_is_left_as_it_was(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS", "4")
     torch.manual_seed(5)
     before, random_state = dict(os.environ), torch.get_rng_state()
+    hook, drawn = sys.excepthook, random.getstate()
     group, resize = torch.distributed.new_group, torch.UntypedStorage.resize_
     simulated(tmp_path, "dense", "sharded", 4)
     with pytest.raises(ZeroDivisionError), warnings.catch_warnings():
@@ -157,6 +160,8 @@ def test_the_process_is_left_as_it_was(tmp_path, monkeypatch):
     assert dict(os.environ) == before
     assert "TORCHELASTIC_RUN_ID" not in os.environ
     assert torch.get_rng_state().equal(random_state)
+    assert sys.excepthook is hook
+    assert random.getstate() == drawn
     assert torch.distributed.new_group is group
     assert torch.UntypedStorage.resize_ is resize
     assert not torch.distributed.is_initialized()
