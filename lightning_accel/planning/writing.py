@@ -52,7 +52,8 @@ def notes(plan: Plan, shown: Option) -> list[str]:
             found.append(f"Nothing fits; {candidate.name} fits from {machines} machines on.")
         else:
             found.append(
-                f"Nothing fits, also on many more machines with the strategies above: {shown.candidate.name} needs {need}. Take smaller batches "
+                f"Nothing fits, also on many more machines with the strategies above: {shown.candidate.name} needs "
+                f"{need}. Plan several devices where it is one, take smaller batches "
                 "(MemorySavings(micro_batches=2), or batch_size), shorter sequences, or bf16 weights."
             )
     if shown.simulation.left_out:
