@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -171,6 +172,25 @@ def combined_loader_of(loop: Any) -> Any:
 def data_fetcher_of(loop: Any) -> Any:
     """Return the iterator over batches of a fit, None before its setup; no public name leads to it."""
     return loop._data_fetcher
+
+
+def repeat_batches(loop: Any) -> None:
+    """Let the first epoch of a fit, whose batches are set up, have no end; loops make their iterators themselves."""
+    fetcher = loop._data_fetcher
+    begun, end = fetcher.iterator, object()
+
+    def batches() -> Iterator[Any]:
+        while (batch := next(begun, end)) is not end:  # a for-loop would begin anew
+            yield batch
+        has_more = True
+        while has_more:
+            has_more = False
+            for batch in iter(fetcher.combined_loader):
+                has_more = True
+                yield batch
+
+    fetcher.iterator, fetcher.length, fetcher.done = batches(), None, False
+    loop.max_batches = sys.maxsize
 
 
 def restore_loaders(loop: Any) -> bool:

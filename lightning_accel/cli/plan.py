@@ -34,6 +34,9 @@ def run_plan(arguments: Sequence[str]) -> int:
             parser.error("give the run to plan, as to fit: --config X.yaml")
         if (own.gpus is None) == (own.processes is None):
             parser.error("give --gpus, such as 8xH100-80GB, or --processes")
+        for file in (own.output, own.json):
+            if file is not None and not file.parent.is_dir():
+                parser.error(f"there is no folder {file.parent} for {file}; make it first")
     except SystemExit as stop:
         return int(stop.code or 0)
     from lightning_accel.cli.errors import UsageError, require_config_files

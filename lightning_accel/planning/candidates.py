@@ -14,7 +14,7 @@ _CLASSES: dict[str, type[Strategy]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Candidate:
     """Hold a strategy to plan.
 
@@ -22,11 +22,13 @@ class Candidate:
         name: as tables show it.
         strategy: class of :mod:`lightning_accel.strategies`, a short name of Lightning's, or None for what the run has.
         arguments: of the class.
+        base: the same one without recomputed activations.
     """
 
     name: str
     strategy: str | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
+    base: "Candidate | None" = None
 
     def config(self) -> dict[str, Any]:
         """Return the arguments of the Trainer as a config has them."""
@@ -43,6 +45,8 @@ class Candidate:
 
 
 AS_CONFIGURED = Candidate("as configured")
+_AGAIN = {"activation_checkpointing": True}
+SMALLEST = Candidate("fsdp2, checkpointing", "FullyShardedStrategy", _AGAIN)
 
 
 def candidates_for(cluster: Cluster, num_experts: int) -> list[Candidate]:
@@ -61,9 +65,8 @@ def candidates_for(cluster: Cluster, num_experts: int) -> list[Candidate]:
         if num_experts and size > 1 and num_experts % size == 0:
             name = f"fsdp2, experts on {size}"
             found.append(Candidate(name, sharded, {"expert_parallel_size": size}))
-    again = {"activation_checkpointing": True}
     return found + [
-        Candidate(f"{one.name}, checkpointing", sharded, one.arguments | again)
+        Candidate(f"{one.name}, checkpointing", sharded, one.arguments | _AGAIN, base=one)
         for one in found
         if one.strategy == sharded
     ]

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_accel._private.torch import foreach_on_cpu
+from lightning_accel.planning.live_memory import HOST, LiveMemory
 
 # Of the functions that autocast computes in float32 on CUDA those whose results or inputs autograd keeps, by where
 # they are called. They are replaced there, and not by a TorchFunctionMode, which sees neither what functions in Python
@@ -76,11 +77,50 @@ def _attention(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return attention
 
 
+def _names_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    places = (*args[:1], kwargs.get("device"), kwargs.get("other"))
+    return any(isinstance(one, str | int | torch.device | Tensor) for one in places)
+
+
 @contextmanager
-def as_on_cuda() -> Iterator[None]:
-    """Let functions and optimizers take the ways of CUDA for tensors on the CPU."""
+def _transfers(memory: LiveMemory) -> Iterator[None]:
+    """Let moves to the other device make copies once training has begun, which is when there is a phase."""
+
+    def copied(tensor: Tensor, moved: Any, is_from_host: bool) -> Any:
+        is_there = moved is tensor and bool(memory.phase) and tensor.layout == torch.strided
+        if not is_there or (memory.kind_of(tensor.untyped_storage()) == HOST) != is_from_host:
+            return moved
+        made = tensor.clone()
+        if is_from_host != (memory.kind != HOST):
+            memory.add(made.untyped_storage(), kind="batch" if is_from_host else HOST)
+        return made
+
+    def patched(name: str, is_from_host: bool) -> Any:
+        function = getattr(Tensor, name)
+
+        @wraps(function)
+        def move(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            moved = function(tensor, *args, **kwargs)
+            if name == "to" and not _names_device(args, kwargs):
+                return moved
+            return copied(tensor, moved, is_from_host)
+
+        return patch.object(Tensor, name, move)
+
+    with patched("to", True), patched("cpu", False):
+        yield
+
+
+@contextmanager
+def as_on_cuda(memory: LiveMemory) -> Iterator[None]:
+    """Let functions and optimizers take the ways of CUDA for tensors on the CPU.
+
+    Args:
+        memory: what is known of where tensors are.
+    """
     with ExitStack() as stack:
         stack.enter_context(foreach_on_cpu())
+        stack.enter_context(_transfers(memory))
         for place, names in _IN_FLOAT32.items():
             for name in names:
                 stack.enter_context(patch.object(place, name, _in_float32(getattr(place, name))))

@@ -11,6 +11,8 @@ import torch
 
 from lightning_accel._private.torch import storage_id
 
+HOST = "host"  # kind of what is not in the memory of the device
+
 
 @dataclass
 class _Block:
@@ -24,6 +26,9 @@ class _Block:
 class LiveMemory:
     """Count the bytes of storages by kind, and remember the moment when there were most.
 
+    Args:
+        counts_host: whether those of kind ``HOST`` count for the peak, as they do where the device is the CPU.
+
     Attributes:
         kind: kind of storages that are added from now on.
         bytes: bytes that are alive, by kind.
@@ -33,7 +38,8 @@ class LiveMemory:
         phase_of_peak: what ``phase`` was at the peak.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, counts_host: bool = True) -> None:
+        self._counts_host = counts_host
         self.kind = "other"
         self.phase = ""
         self.bytes: Counter[str] = Counter()
@@ -43,8 +49,20 @@ class LiveMemory:
 
     def reset_peak(self) -> None:
         """Forget earlier peaks."""
-        self._total = self.peak = sum(self.bytes.values())
-        self.at_peak, self.phase_of_peak, self._peak_clock = Counter(self.bytes), self.phase, self._clock
+        self._total = self.peak = sum(size for kind, size in self.bytes.items() if self._counts(kind))
+        self._remember_peak()
+
+    def _counts(self, kind: str) -> bool:
+        return self._counts_host or kind != HOST
+
+    def _remember_peak(self) -> None:
+        self.at_peak = Counter({kind: size for kind, size in self.bytes.items() if self._counts(kind)})
+        self.phase_of_peak, self._peak_clock = self.phase, self._clock
+
+    def kind_of(self, storage: torch.UntypedStorage) -> str | None:
+        """Return what a storage is counted as, None if it is unknown."""
+        block = self._blocks.get(storage_id(storage))
+        return None if block is None else block.kind
 
     def is_simulated(self, storage: torch.UntypedStorage) -> bool:
         """Return whether the values in a storage mean nothing."""
@@ -66,7 +84,11 @@ class LiveMemory:
             reference = weakref.ref(storage, lambda _, key=key: self._remove(key))  # type: ignore[misc]
             self._blocks[key] = block = _Block(reference, 0, kind or self.kind, simulated, self._clock)
         block.simulated |= simulated
-        if kind is not None and kind != block.kind:
+        if kind is not None and kind != block.kind and self._counts(kind) != self._counts(block.kind):
+            self._change(block.kind, -block.size)
+            self._change(kind, block.size)
+            block.kind = kind
+        elif kind is not None and kind != block.kind:
             self.bytes[block.kind] -= block.size
             self.bytes[kind] += block.size
             if block.born < self._peak_clock:
@@ -84,10 +106,11 @@ class LiveMemory:
     def _change(self, kind: str, size: int) -> None:
         self._clock += 1
         self.bytes[kind] += size
-        self._total += size
+        if self._counts(kind):
+            self._total += size
         if self._total > self.peak:
-            self.peak, self.at_peak, self.phase_of_peak = self._total, Counter(self.bytes), self.phase
-            self._peak_clock = self._clock
+            self.peak = self._total
+            self._remember_peak()
 
     @contextmanager
     def seeing_resizes(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ import lightning as L
 
 from lightning_accel.measure.machine import describe_machine
 from lightning_accel.measure.rates import measure_rates
-from lightning_accel.planning.candidates import AS_CONFIGURED, Candidate, candidates_for
+from lightning_accel.planning.candidates import AS_CONFIGURED, SMALLEST, Candidate, candidates_for
 from lightning_accel.planning.hardware import Cluster, Device, find_device
 from lightning_accel.planning.simulation import Fit, Run, Simulation, SimulationError, simulate_step
 from lightning_accel.planning.step_trace import StepTime
@@ -25,7 +25,8 @@ from lightning_accel.strategies import find_experts
 # What a GPU needs beside tensors
 RESERVED = 1.1  # what torch's allocator reserves, as a share of what tensors take
 CONTEXT = 2**30  # bytes of the CUDA context, libraries and buffers of NCCL
-_MOST_MACHINES = 64  # for which is searched where a run begins to fit, as a multiple of those given
+# Where a run begins to fit is searched in machines of at most so many GPUs, and up to 2^6 times as many machines
+_MOST_GPUS, _DOUBLINGS = 8, 6
 
 Make = Callable[..., tuple[L.Trainer, L.LightningModule, Any]]
 
@@ -72,14 +73,14 @@ class Plan:
     Attributes:
         cluster: the machines.
         options: those that can be planned, the fastest that fit first, and then the rest.
-        fits_from: number of machines from which the most economical strategy fits, where none does on the cluster; None
-            if none is known.
+        fits_from: where none fits, the most economical strategy and the smallest of some larger clusters on which it
+            does; None if none is known.
         seconds: time that planning took.
     """
 
     cluster: Cluster
     options: list[Option]
-    fits_from: tuple[Candidate, int] | None
+    fits_from: tuple[Candidate, Cluster] | None
     seconds: float
 
     @property
@@ -143,19 +144,32 @@ def plan(
     Raises:
         SimulationError: if the run cannot be planned with any strategy; errors that it ends with before it has a
             Trainer and a module are its own.
-        TypeError: if the function returns something else.
+        TypeError: if an argument has another type, or the function returns something else.
         ValueError: if the devices are unknown, or numbers are not positive.
     """
     began = time.monotonic()
     if (gpus is None) == (processes is None):
         raise ValueError("give gpus, such as 8xH100-80GB, or the processes of each machine without GPUs")
-    if machines < 1 or (processes is not None and processes < 1):
-        raise ValueError(f"machines and processes must be positive; got {machines} and {processes}")
+    if not (callable(config) or isinstance(config, str | Path | Sequence)):
+        raise TypeError(
+            "config must be a file, a list of arguments of fit, or a function that returns (trainer, module, data); "
+            f"got {config!r}"
+        )
+    if not isinstance(gpus, str | Device | None):
+        raise TypeError(f"gpus must be a number and a kind, as 8xH100-80GB, or a Device; got {gpus!r}")
+    for name, number in (("machines", machines), ("processes", 1 if processes is None else processes)):
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise TypeError(f"{name} must be an integer; got {number!r}")
+        if number < 1:
+            raise ValueError(f"{name} must be positive; got {number}")
     if isinstance(gpus, Device):
-        number, device = 1, gpus
+        per_machine, device = 1, gpus
+    elif gpus is not None:
+        per_machine, device = find_device(gpus)
     else:
-        number, device = find_device(gpus) if gpus is not None else (processes or 1, _this_machine(processes or 1))
-    cluster = Cluster(device, number, machines)
+        per_machine = processes or 1
+        device = _this_machine(per_machine)
+    cluster = Cluster(device, per_machine, machines)
     planner = _Planner(config)
     options = planner.options(cluster)
     if all(option.simulation is None for option in options):
@@ -182,7 +196,11 @@ class _Planner:
         own = self.option(AS_CONFIGURED, cluster)
         if cluster.size == 1:
             return [own]
-        return [own, *(self.option(candidate, cluster) for candidate in candidates_for(cluster, self.num_experts))]
+        found = {one: self.option(one, cluster) for one in candidates_for(cluster, self.num_experts)}
+        return [
+            own,
+            *(option for one, option in found.items() if not _adds_nothing(option, found.get(one.base or one))),
+        ]
 
     def option(self, candidate: Candidate, cluster: Cluster) -> Option:
         """Simulate a step with a strategy."""
@@ -209,21 +227,37 @@ class _Planner:
 
         self.run(options, observed)
 
-    def fits_from(self, cluster: Cluster, options: list[Option]) -> tuple[Candidate, int] | None:
-        """Return the strategy with the least memory, and the number of machines from which it fits."""
+    def fits_from(self, cluster: Cluster, options: list[Option]) -> tuple[Candidate, Cluster] | None:
+        """Return the strategy with the least memory, and a larger cluster on which it fits."""
         known = [option for option in options if option.simulation is not None]
         candidate = min(known, key=lambda one: one.needed).candidate
-        if "shard_size" in candidate.arguments:  # more machines would not make its shards smaller
-            candidate = replace(candidate, name="fsdp2, checkpointing", arguments={"activation_checkpointing": True})
-        machines = 2 * cluster.machines
-        while machines <= _MOST_MACHINES * cluster.machines:
-            option = self.option(candidate, replace(cluster, machines=machines))
+        if candidate is AS_CONFIGURED or "shard_size" in candidate.arguments:  # which may not get smaller shards
+            candidate = SMALLEST
+        for larger in _larger(cluster):
+            option = self.option(candidate, larger)
             if option.fits:
-                return candidate, machines
+                return candidate, larger
             if option.simulation is None:
                 return None
-            machines *= 2
         return None
+
+
+def _larger(cluster: Cluster) -> Iterator[Cluster]:
+    """Yield clusters of twice, four times, ... as many devices."""
+    while cluster.device.is_gpu and 2 * cluster.per_machine <= _MOST_GPUS:  # processes on CPUs share their memory
+        cluster = replace(cluster, per_machine=2 * cluster.per_machine)
+        yield cluster
+    for _ in range(_DOUBLINGS):
+        cluster = replace(cluster, machines=2 * cluster.machines)
+        yield cluster
+
+
+def _adds_nothing(option: Option, base: Option | None) -> bool:
+    """Return whether the blocks of a module are not known, or recompute their activations already."""
+    if base is option or base is None or option.simulation is None or base.simulation is None:
+        return False
+    ours, theirs = option.simulation, base.simulation
+    return (ours.peak, ours.trace.flops) == (theirs.peak, theirs.trace.flops)
 
 
 def _fit_made(make: Make, options: dict[str, Any], fit: Fit) -> None:
@@ -250,6 +284,7 @@ def _this_machine(processes: int) -> Device:
     memory = min(machine.memory_bytes, machine.memory_limit_bytes or machine.memory_bytes)
     products = {
         "fp32": rates.matmul["fp32"],
+        "fp64": rates.matmul["fp32"] / 2,  # vectors of half as many
         **{name: rates.matmul[name] for name in ("bf16",) if name in rates.matmul},
     }
     share = min(1.0, machine.cores / processes)

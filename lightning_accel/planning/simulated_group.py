@@ -15,6 +15,10 @@ from lightning_accel._private.torch import finished_work, name_of_group
 _BACKEND = "simulated"
 
 
+# What the innermost world records with is the last. Groups do not hold it: torch keeps meshes, and so their groups, in
+# caches that outlive the world, and with it would keep the run.
+_records: list[Callable[[str, int, Any, list[Tensor]], None]] = []
+
 _Group: Any = dist.ProcessGroup  # whose stubs overload each method
 
 
@@ -24,12 +28,11 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
     Args:
         rank: of this process in the group.
         size: number of processes.
-        record: called with each collective's name, bytes and group, and its tensors.
     """
 
-    def __init__(self, rank: int, size: int, record: Callable[[str, int, Any, list[Tensor]], None]) -> None:
+    def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
-        self._rank, self._size, self._record, self._name = rank, size, record, ""
+        self._rank, self._size, self._name = rank, size, ""
 
     def size(self) -> int:
         return self._size
@@ -48,7 +51,7 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
     pg_name = group_name
 
     def _done(self, name: str, whole: list[Tensor], result: Any, part: list[Tensor] | None = None) -> Any:
-        self._record(name, sum(one.numel() * one.element_size() for one in whole), self, [*whole, *(part or [])])
+        _records[-1](name, sum(one.numel() * one.element_size() for one in whole), self, [*whole, *(part or [])])
         future: Future[Any] = Future()
         future.set_result(result)
         return finished_work(future)
@@ -125,11 +128,8 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
         return self._done("all_to_all", sent, outputs, outputs)
 
 
-_records: list[Callable[[str, int, Any, list[Tensor]], None]] = []  # the innermost world's is the last
-
-
 def _create(store: Any, rank: int, size: int, timeout: Any) -> SimulatedGroup:
-    return SimulatedGroup(rank, size, _records[-1])
+    return SimulatedGroup(rank, size)
 
 
 @contextmanager

@@ -4,11 +4,14 @@ Memory that nobody writes to takes no room: the system maps a page when it is fi
 torch's own, with storages of their true sizes, which strategies, optimizers and autograd handle as they always do.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,13 +26,15 @@ from lightning_accel._private.torch import (
     tree_flatten,
     tree_map,
 )
-from lightning_accel.planning.live_memory import LiveMemory
+from lightning_accel.planning.live_memory import HOST, LiveMemory
 
 _aten = torch.ops.aten
 _NUMBER_READ = number_read()
 _MAX_COMPUTED = 2**22  # elements of integers that are computed from random values
 _MAX_MASK = 2**18  # and of masks
 _FEW = 16  # elements that are read by the host, such as losses: these are set to one
+# these may read from another device, by CUDA's rules
+_BETWEEN_DEVICES = {"aten::copy_", "aten::_foreach_copy_", "aten::_to_copy", "aten::index.Tensor"}
 _EMPTY = {_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default, _aten.new_empty.default}
 # these change only what a tensor says of its storage, or must see the values of indices
 _METADATA = {
@@ -48,6 +53,9 @@ class SimulatedTensors(TorchDispatchMode):
     depend on them; where they depend on floats, these are drawn at random. Floats that no parameter and no large or
     empty tensor has entered, such as those of a data pipeline, are computed, too.
 
+    What meets tensors of the device in an operation is on the device itself; all else that is made while the memory's
+    kind is ``HOST`` stays there, such as a dataset.
+
     Args:
         memory: is told of each storage.
         observe: called with each operation that reads or writes memory, its arguments (positional ones, those by name,
@@ -58,6 +66,7 @@ class SimulatedTensors(TorchDispatchMode):
         super().__init__()
         self.memory = memory
         self._observe = observe
+        self._kind: str | None = None  # of the results of the operation that runs
 
     def take(self, module: nn.Module) -> None:
         """Treat the parameters and buffers of a module as simulated, whatever made them."""
@@ -80,6 +89,7 @@ class SimulatedTensors(TorchDispatchMode):
         if operation.is_view or any(tensor.is_meta for tensor in tensors):
             return func(*args, **kwargs)
         is_dense = all(tensor.layout == torch.strided for tensor in tensors)
+        self._kind = self._kind_of_results(func, tensors) if is_dense else None
         if is_dense and self._is_simulated(func, tensors, args, kwargs):
             result = self._simulate(func, operation, tensors, args, kwargs)
         else:
@@ -88,6 +98,43 @@ class SimulatedTensors(TorchDispatchMode):
         if func not in _EMPTY:
             self._observe(func, (args, kwargs, tensors), result)
         return result
+
+    def _kind_of_results(self, func: Any, tensors: list[Tensor]) -> str | None:
+        kinds = [self.memory.kind_of(tensor.untyped_storage()) if tensor.dim() else None for tensor in tensors]
+        if all(kind in (None, HOST) for kind in kinds):
+            return None
+        if func.name() not in _BETWEEN_DEVICES:
+            for tensor, kind in zip(tensors, kinds, strict=True):
+                if kind == HOST:
+                    self.memory.add(tensor.untyped_storage(), kind="other")
+        return "other" if self.memory.kind == HOST else None
+
+    @contextmanager
+    def read_by_host(self) -> Iterator[None]:
+        """Let Python and NumPy read random numbers where tensors have no values."""
+        as_array, as_list, generator = Tensor.numpy, Tensor.tolist, np.random.default_rng(0)
+
+        def is_random(tensor: Tensor) -> bool:
+            return (
+                tensor.layout == torch.strided
+                and tensor.is_floating_point()
+                and _FEW < tensor.numel() <= _MAX_COMPUTED
+                and self.memory.is_simulated(tensor.untyped_storage())
+            )
+
+        @wraps(as_array)
+        def numpy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if tensor.dtype == torch.bfloat16 and self.memory.is_simulated(tensor.untyped_storage()):
+                tensor = tensor.float()  # it stands for float16 where the run has 16-mixed
+            found = as_array(tensor, *args, **kwargs)
+            return generator.random(found.shape).astype(found.dtype) if is_random(tensor) else found
+
+        @wraps(as_list)
+        def tolist(tensor: Tensor) -> Any:
+            return generator.random(tuple(tensor.shape)).tolist() if is_random(tensor) else as_list(tensor)
+
+        with patch.object(Tensor, "numpy", numpy), patch.object(Tensor, "tolist", tolist):
+            yield
 
     def _is_simulated(self, func: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> bool:
         if any(self.memory.is_simulated(tensor.untyped_storage()) for tensor in tensors):
@@ -124,13 +171,13 @@ class SimulatedTensors(TorchDispatchMode):
         if any(one.layout != torch.strided for one in _tensors_in(shapes)):  # as gradients of sparse embeddings
             return func(*args, **kwargs)
         if shapes is None:
-            computed = _computed(func, args, kwargs)
+            computed = self._computed(func, args, kwargs)
             result = tree_map(lambda one: self._made(one, one, {}) if isinstance(one, Tensor) else one, computed)
         else:
             wanted = [one for one in tree_flatten(shapes)[0] if isinstance(one, Tensor) and one.dtype in _INTEGERS]
             values: Any = shapes
             if wanted and _is_computable(wanted, tensors):
-                values = _computed(func, args, kwargs)
+                values = self._computed(func, args, kwargs)
             flat, spec = tree_flatten(shapes)
             filled = tree_flatten(values)[0]
             result = spec.unflatten(
@@ -155,13 +202,29 @@ class SimulatedTensors(TorchDispatchMode):
             simulated = True
             if made.numel() <= _FEW:
                 made.fill_(1)
-        self.memory.add(made.untyped_storage(), simulated)
+        self.memory.add(made.untyped_storage(), simulated, self._kind)
         return made
 
     def _add(self, result: Any) -> None:
         for tensor in _tensors_in(result):
             if tensor.layout == torch.strided:
-                self.memory.add(tensor.untyped_storage())
+                known = self.memory.kind_of(tensor.untyped_storage()) is not None
+                self.memory.add(tensor.untyped_storage(), kind=None if known else self._kind)
+
+    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the results of an operation on random floats where these have no values."""
+        drawn: dict[int, Tensor] = {}  # a tensor is equal to itself, by which finite numbers are recognized
+
+        def draw(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.dtype in _INTEGERS:
+                return value
+            if not self.memory.is_simulated(value.untyped_storage()):
+                return value
+            if id(value) not in drawn:
+                drawn[id(value)] = torch.rand(value.shape).to(value.dtype)
+            return drawn[id(value)]
+
+        return func(*tree_map(draw, args), **tree_map(draw, kwargs))
 
 
 _PLAIN = Tensor.__torch_dispatch__
@@ -234,20 +297,6 @@ def _on_meta(func: Any, args: Any, kwargs: Any, sources: _Sources | None = None)
 def _is_computable(wanted: list[Tensor], tensors: list[Tensor]) -> bool:
     size = max(one.numel() for one in [*wanted, *tensors])
     return size <= (_MAX_MASK if all(one.dtype == torch.bool for one in wanted) else _MAX_COMPUTED)
-
-
-def _computed(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the results of an operation on random floats."""
-    drawn: dict[int, Tensor] = {}  # a tensor is equal to itself, by which finite numbers are recognized
-
-    def draw(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.dtype not in _INTEGERS:
-            if id(value) not in drawn:
-                drawn[id(value)] = torch.rand(value.shape).to(value.dtype)
-            return drawn[id(value)]
-        return value
-
-    return func(*tree_map(draw, args), **tree_map(draw, kwargs))
 
 
 def _with_positions(func: Any, args: Any) -> Any:

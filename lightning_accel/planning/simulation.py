@@ -1,23 +1,25 @@
 """One optimizer step of a real run, by its own Trainer, strategy and optimizer, on a cluster that is not there."""
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import ModelSummary, ProgressBar
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.flop_counter import flop_registry
 
-from lightning_accel._private.lightning import layer_sync_of, leave_layer_sync_out
+from lightning_accel._private.lightning import layer_sync_of, leave_layer_sync_out, repeat_batches
 from lightning_accel._private.torch import group_of, is_functional_collective, packet_of, tree_leaves
 from lightning_accel.callbacks import (
     CompressionReport,
@@ -31,7 +33,7 @@ from lightning_accel.measure.isolation import isolate
 from lightning_accel.measure.step_parts import batch_size_of
 from lightning_accel.planning.cuda_rules import as_on_cuda
 from lightning_accel.planning.hardware import Cluster
-from lightning_accel.planning.live_memory import LiveMemory
+from lightning_accel.planning.live_memory import HOST, LiveMemory
 from lightning_accel.planning.simulated_group import simulated_world
 from lightning_accel.planning.simulated_tensors import SimulatedTensors
 from lightning_accel.planning.step_trace import Collective, StepTrace, Work
@@ -40,7 +42,7 @@ from lightning_accel.strategies import DataParallelStrategy, PipelineStrategy
 Fit = Callable[[L.Trainer, L.LightningModule, Any], None]
 Run = Callable[[dict[str, Any], Fit], None]
 
-_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp32"}
+_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 _FUNCTIONAL = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
@@ -65,6 +67,7 @@ class Simulation:
         phase_of_peak: forward, backward or optimizer.
         trace: operations and collectives of the step.
         samples: samples of the step in this process; None where the batch does not tell.
+        small_batch: samples of its first batch and the size that its loader has, where these are fewer.
         num_parameters: numbers that the parameters of the whole module hold.
         tf32: whether float32 products may use tensor cores.
         left_out: callbacks that make the model smaller, at some other step or after training, and their teachers;
@@ -76,6 +79,7 @@ class Simulation:
     phase_of_peak: str = ""
     trace: StepTrace = field(default_factory=StepTrace)
     samples: int | None = 0
+    small_batch: tuple[int, int] | None = None
     num_parameters: int = 0
     tf32: bool = False
     left_out: list[str] = field(default_factory=list)
@@ -83,6 +87,9 @@ class Simulation:
 
 def simulate_step(run: Run, cluster: Cluster, options: Mapping[str, Any], folder: Path) -> Simulation:
     """Run two optimizer steps of a fit as the first process of a cluster, and measure the second.
+
+    Both belong to one epoch, for which batches are repeated if they are too few. Nothing is saved by ``torch.save`` or
+    the Trainer, since weights have no values.
 
     Args:
         run: called with arguments for the Trainer and a function, to which it must pass the Trainer that it makes with
@@ -95,7 +102,7 @@ def simulate_step(run: Run, cluster: Cluster, options: Mapping[str, Any], folder
         SimulationError: if the run ends before two steps, or uses what cannot be simulated; other errors are the run's
             own.
     """
-    watch = _Watch()
+    watch = _Watch(cluster)
     memory, mode = watch.memory, watch.mode
 
     def fit(trainer: L.Trainer, module: L.LightningModule, data: Any) -> None:
@@ -117,7 +124,7 @@ def simulate_step(run: Run, cluster: Cluster, options: Mapping[str, Any], folder
         if isinstance(trainer.strategy, ParallelStrategy) and layer_sync_of(trainer.strategy) is not None:
             leave_layer_sync_out(trainer.strategy)  # its layers compute on GPUs alone, or read counts
             watch.found.left_out.append("SyncBatchNorm")
-        unwanted = (*_COMPRESSING, ProgressBar)
+        unwanted = (*_COMPRESSING, ModelSummary, ProgressBar)
         trainer.callbacks = [*(one for one in callbacks if not isinstance(one, unwanted)), watch]  # type: ignore[attr-defined]
         trainer.num_sanity_val_steps = 0
         loaders = {"datamodule": data} if isinstance(data, L.LightningDataModule) else {"train_dataloaders": data}
@@ -139,15 +146,17 @@ def simulate_step(run: Run, cluster: Cluster, options: Mapping[str, Any], folder
         if cluster.size > 1:
             stack.enter_context(simulated_world(cluster.size, watch.record_collective))
         stack.enter_context(memory.seeing_resizes())
-        stack.enter_context(as_on_cuda() if cluster.device.is_gpu else nullcontext())
+        stack.enter_context(as_on_cuda(memory) if cluster.device.is_gpu else nullcontext())
+        stack.enter_context(_nothing_saved())
+        stack.enter_context(_batch_norms_of_one_process(watch.found))
+        stack.enter_context(mode.read_by_host())
         stack.enter_context(mode)
         try:
             run(arguments, fit)
         except _Measured:
             return watch.found
     raise SimulationError(
-        "training ended before its second optimizer step, so that there is none to measure; give it more batches or "
-        "epochs"
+        "training ended before its second optimizer step, so that there is none to measure; give it batches"
     )
 
 
@@ -158,8 +167,9 @@ class _Measured(BaseException):
 class _Watch(L.Callback):
     """Tell the phases of a step apart, and what tensors are for."""
 
-    def __init__(self) -> None:
-        self.memory = LiveMemory()
+    def __init__(self, cluster: Cluster) -> None:
+        self.memory = LiveMemory(counts_host=not cluster.device.is_gpu)
+        self.memory.kind = HOST
         self.mode = SimulatedTensors(self.memory, self._record_work)
         self.found = Simulation()
         self._updates = 0
@@ -222,7 +232,12 @@ class _Watch(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.mode.take(pl_module)
         self._label_module(pl_module, [])
-        trainer.fit_loop.max_epochs = -1  # the data may be few batches
+        repeat_batches(trainer.fit_loop)
+        trainer.fit_loop.max_epochs, trainer.fit_loop.epoch_loop.max_steps = 1, -1
+        trainer.val_check_batch = math.inf
+        if pl_module.automatic_optimization:
+            trainer.strategy.lr_scheduler_configs = []  # whose numbers of steps are those of the fit
+        self.memory.phase = "between"
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -236,6 +251,9 @@ class _Watch(L.Callback):
             self.memory.reset_peak()
         if self._is_measuring and self.found.samples is not None:
             size = batch_size_of(batch)
+            wanted = getattr(trainer.train_dataloader, "batch_size", None)
+            if size and isinstance(wanted, int) and size < wanted:
+                self.found.small_batch = size, wanted
             self.found.samples = None if size is None else self.found.samples + size
         self._enter("forward", "activations")
 
@@ -253,14 +271,41 @@ class _Watch(L.Callback):
             self._label_module(pl_module, trainer.optimizers)
             found, memory = self.found, self.memory
             found.peak, found.phase_of_peak = memory.peak, memory.phase_of_peak
-            found.memory = {kind: size for kind, size in memory.at_peak.most_common() if size > 0}
+            at_peak = memory.at_peak
+            at_peak["other"] += at_peak.pop(HOST, 0)
+            found.memory = {kind: size for kind, size in at_peak.most_common() if size > 0}
             found.tf32 = torch.get_float32_matmul_precision() != "highest"
             raise _Measured
-        self._enter("between", "other")
+        self._enter("between", HOST)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(one.numel() * one.element_size() for one in tensors if one.layout == torch.strided)
+
+
+@contextmanager
+def _nothing_saved() -> Iterator[None]:
+    save = torch.save
+
+    def save_in_memory(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(f, str | os.PathLike):
+            save(obj, f, *args, **kwargs)
+
+    with patch.object(torch, "save", save_in_memory), patch.object(L.Trainer, "save_checkpoint", lambda *_, **__: None):
+        yield
+
+
+@contextmanager
+def _batch_norms_of_one_process(found: Simulation) -> Iterator[None]:
+    """Let torch's synchronized batch norms, which compute on GPUs alone, be those of one process."""
+
+    def forward(norm: nn.SyncBatchNorm, input: Tensor) -> Tensor:
+        if "SyncBatchNorm" not in found.left_out:
+            found.left_out.append("SyncBatchNorm")
+        return super(nn.SyncBatchNorm, norm).forward(input)
+
+    with patch.object(nn.SyncBatchNorm, "forward", forward):
+        yield
 
 
 @contextmanager

@@ -42,6 +42,11 @@ class Collective:
     ranks: tuple[int, ...]
 
     @property
+    def is_direct(self) -> bool:
+        """Return whether each process sends to each other something of its own."""
+        return self.name == "all_to_all"
+
+    @property
     def sent(self) -> float:
         """Return the bytes that this process has to send, by the algorithms that send least."""
         n = len(self.ranks)
@@ -85,10 +90,9 @@ class StepTrace:
         """Return the bytes that this process sends within its machine, and those over the network."""
         inside = outside = 0.0
         for event in self.collectives:
-            if cluster.crosses(event.ranks):
-                outside += event.sent
-            else:
-                inside += event.sent
+            over_network = event.sent * cluster.network_share(event.ranks, event.is_direct)
+            outside += over_network
+            inside += event.sent - over_network
         return inside, outside
 
     def time_on(self, cluster: Cluster, tf32: bool = False) -> StepTime:
@@ -112,7 +116,7 @@ class StepTrace:
                 continue
             if event.name == "barrier" or len(event.ranks) < 2:
                 continue
-            bandwidth = cluster.bandwidth_between(event.ranks, direct=event.name == "all_to_all")
+            bandwidth = cluster.bandwidth_between(event.ranks, event.is_direct)
             seconds = LATENCY + event.sent / (LINK * bandwidth)
             communicated += seconds
             if event.name == "all_gather":

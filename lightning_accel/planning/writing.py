@@ -5,6 +5,7 @@ from typing import Any
 
 from lightning_accel.measure.table import Table, in_bytes, with_unit
 from lightning_accel.planning import step_trace
+from lightning_accel.planning.hardware import Cluster
 from lightning_accel.planning.program import CONTEXT, RESERVED, Option, Plan
 
 
@@ -48,14 +49,20 @@ def notes(plan: Plan, shown: Option) -> list[str]:
     if plan.best is None:
         need = f"{in_bytes(shown.needed)} of {in_bytes(device.memory)}"
         if plan.fits_from is not None:
-            candidate, machines = plan.fits_from
-            found.append(f"Nothing fits; {candidate.name} fits from {machines} machines on.")
+            candidate, larger = plan.fits_from
+            found.append(f"Nothing fits; {candidate.name} fits on {larger}.")
         else:
             found.append(
                 f"Nothing fits, also on many more machines with the strategies above: {shown.candidate.name} needs "
-                f"{need}. Plan several devices where it is one, take smaller batches "
+                f"{need}. Take smaller batches "
                 "(MemorySavings(micro_batches=2), or batch_size), shorter sequences, or bf16 weights."
             )
+    if shown.simulation.small_batch is not None:
+        size, wanted = shown.simulation.small_batch
+        found.append(
+            f"Batches have {size} samples instead of {wanted}, since there is no more data for each process: give as "
+            "much as the real run has."
+        )
     if shown.simulation.left_out:
         found.append(f"Planned for the whole model, without {', '.join(shown.simulation.left_out)}.")
     whole = shown.simulation.num_parameters * 4 * plan.cluster.per_machine
@@ -106,11 +113,16 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
                 "sent_outside_bytes": outside,
             }
         )
-    cluster = {"device": plan.cluster.device.name, "per_machine": plan.cluster.per_machine}
-    fits_from = None if plan.fits_from is None else {"name": plan.fits_from[0].name, "machines": plan.fits_from[1]}
+    fits_from = None
+    if plan.fits_from is not None:
+        fits_from = {"name": plan.fits_from[0].name, "cluster": _cluster_dict(plan.fits_from[1])}
     return {
-        "cluster": cluster | {"machines": plan.cluster.machines},
+        "cluster": _cluster_dict(plan.cluster),
         "options": options,
         "fits_from": fits_from,
         "seconds": plan.seconds,
     }
+
+
+def _cluster_dict(cluster: Cluster) -> dict[str, Any]:
+    return {"device": cluster.device.name, "per_machine": cluster.per_machine, "machines": cluster.machines}

@@ -3,11 +3,11 @@
 import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from multiprocessing import connection
 from pathlib import Path
 
 import numpy as np
@@ -105,7 +105,7 @@ class ForkServer:
         assert self._process is not None
         assert self._process.stdout is not None
         place = self._process.stdout.fileno()
-        while not self.has_ended and select.select([place], [], [], None if wait else 0)[0]:
+        while not self.has_ended and connection.wait([place], None if wait else 0):
             found = os.read(place, 4096)
             self.has_ended = not found
             *lines, self._rest = (self._rest + found).split(b"\n")
@@ -135,11 +135,11 @@ def serve() -> Path | None:
     for place in (ended, wakeup):
         os.set_blocking(place, False)
     signal.set_wakeup_fd(wakeup)
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # which select would sleep through by default
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # which the wait would sleep through by default
     rest = b""
     forked: set[int] = set()
     while True:
-        ready, _, _ = select.select([0, ended], [], [])
+        ready = connection.wait([0, ended])
         if ended in ready:
             os.read(ended, 4096)
             forked -= _report_ended(replies)

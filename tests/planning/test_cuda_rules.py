@@ -6,6 +6,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_accel.planning.cuda_rules import as_on_cuda
+from lightning_accel.planning.live_memory import LiveMemory
 
 
 def saved_bytes(function, *inputs):
@@ -26,18 +27,18 @@ def test_autocast_computes_in_float32_what_it_does_on_cuda():
     norm, head = nn.LayerNorm(8), nn.Linear(8, 3)
     with torch.autocast("cpu", torch.bfloat16):
         assert F.softmax(x, -1).dtype == norm(x).dtype == torch.bfloat16
-        with as_on_cuda():
+        with as_on_cuda(LiveMemory()):
             assert F.softmax(x, -1).dtype == x.softmax(-1).dtype == norm(x).dtype == torch.float32
             assert F.cross_entropy(x, torch.tensor([1, 2])).dtype == torch.float32
             assert head(x).dtype == torch.bfloat16
-    with as_on_cuda():
+    with as_on_cuda(LiveMemory()):
         assert F.softmax(x, -1).dtype == torch.bfloat16  # as without autocast everywhere
 
 
 def test_dropout_keeps_a_mask_of_bytes():
     x = torch.ones(64, 100, requires_grad=True)
     assert saved_bytes(nn.Dropout(0.3), x) == 4 * 6400
-    with as_on_cuda():
+    with as_on_cuda(LiveMemory()):
         assert saved_bytes(nn.Dropout(0.3), x) == 6400
         assert saved_bytes(nn.Dropout(0.3).eval(), x) == 0
 
@@ -49,7 +50,7 @@ def test_attention_with_dropout_keeps_no_weights():
         return F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
 
     assert saved_bytes(attend, query) > 2 * 300 * 300 * 4
-    with as_on_cuda():
+    with as_on_cuda(LiveMemory()):
         assert saved_bytes(attend, query) < 2 * 300 * 300
 
 
@@ -65,6 +66,6 @@ def test_optimizers_take_lists_of_tensors():
         return {event.name for event in profiler.events()}
 
     assert "aten::_foreach_add_" not in names()
-    with as_on_cuda():
+    with as_on_cuda(LiveMemory()):
         assert "aten::_foreach_add_" in names()
     assert "aten::_foreach_add_" not in names()

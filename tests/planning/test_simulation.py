@@ -9,12 +9,13 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Timer, TQDMProgressBar
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel.callbacks import Pruning, Quantization
 from lightning_accel.planning import Cluster, Device, SimulationError, simulate_step
 from lightning_accel.planning.hardware import DEVICES
 from lightning_accel.strategies import FullyShardedStrategy
-from tests.planning.planned_runs import SecondStep, Seen, make, train_seen
+from tests.planning.planned_runs import Block, SecondStep, Seen, TokenModel, make, train_seen
 from tests.ranks import run_ranks
 from tests.zoo import ZOO
 
@@ -174,9 +175,106 @@ def test_callbacks_that_compress_are_left_out(tmp_path):
     assert found.left_out == ["Pruning", "Quantization"]
 
 
-def test_training_without_a_second_step(tmp_path):
+class ByHand(TokenModel):
+    """A module with a schedule of the whole fit, and batch norms that were converted by hand."""
+
+    def __init__(self):
+        super().__init__(Block, 24, 1)
+        self.norm = torch.nn.SyncBatchNorm.convert_sync_batchnorm(torch.nn.BatchNorm1d(12))
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + self.norm(self.embedding(batch[0])).sum()
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, self.trainer.estimated_stepping_batches)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def validation_step(self, batch, batch_idx):
+        raise ZeroDivisionError("is not part of a step")
+
+
+@pytest.mark.parametrize("limits", [{"max_steps": -1, "max_epochs": 1}, {"fast_dev_run": True}])
+def test_an_epoch_of_one_batch_has_the_steps_of_longer_ones(tmp_path, limits):
+    def run(few):
+        def made(arguments, fit):
+            trainer, _, loader = make("dense", accumulate_grad_batches=2, **limits, **arguments)
+            tokens = loader.dataset.tensors[0].repeat(2, 1)[:few]
+            fit(trainer, ByHand(), DataLoader(TensorDataset(tokens), batch_size=4))
+
+        return made
+
+    one, many = (
+        simulate_step(run(few), Cluster(CPU, 16), {"strategy": FullyShardedStrategy()}, tmp_path)
+        for few in (16, 2 * 64)
+    )
+    assert one.trace.bytes_by_name() == many.trace.bytes_by_name()
+    assert one.samples == 2
+    assert one.small_batch == (1, 4)
+    assert (many.samples, many.small_batch) == (8, None)
+    assert one.trace.bytes_by_name()["all_gather"] > 0
+    assert many.left_out == ["SyncBatchNorm"]
+
+
+def test_training_without_batches(tmp_path):
+    def run(arguments, fit):
+        trainer, module, loader = make("dense", **arguments)
+        fit(trainer, module, iter(list(loader)[:1]))
+
     with pytest.raises(SimulationError, match="before its second optimizer step"):
-        simulated(tmp_path, "dense", "ddp", 2, max_steps=1)
+        simulate_step(run, Cluster(CPU, 1), {}, tmp_path)
+
+
+class Watched(TokenModel):
+    """A module that keeps an average and a teacher, and looks at its numbers on the host."""
+
+    def __init__(self, folder, table):
+        super().__init__(Block, 24, 1)
+        self.teacher, self.folder, self.seen, self.table = [Block(24)], folder, [], table
+
+    def on_train_start(self):
+        self.average = [each.detach().clone() for each in self.parameters()]
+
+    def training_step(self, batch, batch_idx):
+        tokens, x = batch
+        out = self.teacher[0](self.embedding(tokens))
+        scores = (out @ x.unsqueeze(-1)).squeeze(-1)
+        order = torch.tensor(scores.detach().cpu().numpy().argsort(axis=1))
+        assert any(row.tolist() != list(range(12)) for row in order)
+        assert len(set(scores.detach().cpu().flatten().tolist())) > 1
+        edges = torch.tensor([0.25, 0.5, 0.75])
+        assert torch.bucketize(scores, edges).max() < 4  # fails where edges are drawn, which have no order
+        self.seen.append(scores.detach().cpu())
+        return super().training_step([tokens], batch_idx)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        torch._foreach_lerp_(self.average, list(self.parameters()), 0.1)
+        torch.save(self.state_dict(), self.folder / "mine.pt")
+        self.trainer.save_checkpoint(self.folder / "mine.ckpt")
+
+
+@pytest.mark.parametrize("device", ["L4-24GB", "cpu"])
+def test_what_the_host_holds_is_not_in_the_memory_of_a_gpu(tmp_path, device):
+    """A table of features of which batches are views, predictions that were moved, and a table beside the step."""
+    held = []
+
+    def run(arguments, fit):
+        trainer, _, _ = make("dense", **arguments)
+        data = torch.randint(0, 50, (512, 12)), torch.randn(512, 24)
+        batches = [(data[0][i : i + 4], data[1][i : i + 4]) for i in range(0, 512, 4)]
+        held.append(Watched(tmp_path, torch.randn(3000)))
+        fit(trainer, held[0], DataLoader(batches, batch_size=None))
+
+    found = simulate_step(run, Cluster(DEVICES.get(device, CPU), 1), {}, tmp_path / "logs")
+    assert list(tmp_path.glob("mine*")) == []
+    module = held[0]
+    parameters, teacher = (sum(4 * one.numel() for one in each.parameters()) for each in (module, module.teacher[0]))
+    if device == "cpu":
+        assert found.memory["other"] >= parameters + teacher + 3000 * 4
+        assert found.memory["batch"] == 512 * (12 * 8 + 24 * 4)
+    else:
+        assert found.memory["other"] == parameters + teacher
+        assert found.memory["batch"] == 4 * (12 * 8 + 24 * 4)
 
 
 @pytest.mark.slow

@@ -339,6 +339,28 @@ def test_end_of_batches():
     assert at.seen == {"second_batch": False, "epoch_end": True}
 
 
+@pytest.mark.parametrize("has_length", [True, False])
+def test_an_epoch_without_end(has_length):
+    seen = []
+
+    class Repeating(L.Callback):
+        def on_train_start(self, trainer, pl_module):
+            private.repeat_batches(trainer.fit_loop)
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            seen.append((batch_idx, float(batch[0, 0]), trainer.is_last_batch, trainer.current_epoch))
+
+    class Counting(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return (torch.full((32,), float(number)) for number in range(2))
+
+    data = Counting() if not has_length else [torch.full((32,), float(number)) for number in range(2)]
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = L.Trainer(accelerator="cpu", max_steps=5, enable_model_summary=False, callbacks=[Repeating()], **quiet)
+    trainer.fit(BoringModel(), torch.utils.data.DataLoader(data))
+    assert seen == [(index, float(index % 2), False, 0) for index in range(5)]
+
+
 def test_restarts_of_loops():
     trainer = fit()
     loop = trainer.fit_loop

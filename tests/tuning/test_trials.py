@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -64,6 +65,24 @@ def test_turns_freeze_all_processes(tmp_path, any_server):
         variant.stop()
     assert group_is(variant, {"Z"}), group(variant)  # nothing is left behind; the worker's parent is gone
     assert not list(tmp_path.rglob("*.ckpt"))
+
+
+def test_processes_are_forked_where_a_thousand_files_are_open(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= hard < 2048:
+        pytest.skip("not as many files may be open")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    opened = [os.dup(1) for _ in range(1100)]
+    server = fork_server()
+    try:
+        variant = Variant(project_of(foreign_run.works), Changes(), tmp_path / "trial", server)
+        variant.start()
+        variant.stop()
+    finally:
+        server.stop()
+        for place in opened:
+            os.close(place)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_trial_begins_with_the_allocator_of_its_changes(tmp_path, any_server):
