@@ -71,7 +71,7 @@ class _Pool:
             self.processes.append(process)
 
     def run(self, check: Callable[..., Any], args: tuple, timeout_s: float) -> tuple[dict[int, str], dict[int, Any]]:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             for pipe in self.pipes:
                 pipe.send((check, args, f"{folder}/store", timeout_s))
             failures, results = self._answers(_START_S, "not ready after")

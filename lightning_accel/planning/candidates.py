@@ -6,11 +6,12 @@ from typing import Any
 from lightning.pytorch.strategies import Strategy
 
 from lightning_accel.planning.hardware import Cluster
-from lightning_accel.strategies import AccelDDPStrategy, FullyShardedStrategy
+from lightning_accel.strategies import AccelDDPStrategy, FullyShardedStrategy, PipelineStrategy
 
 _CLASSES: dict[str, type[Strategy]] = {
     "AccelDDPStrategy": AccelDDPStrategy,
     "FullyShardedStrategy": FullyShardedStrategy,
+    "PipelineStrategy": PipelineStrategy,
 }
 
 
@@ -65,6 +66,9 @@ def candidates_for(cluster: Cluster, num_experts: int) -> list[Candidate]:
         if num_experts and size > 1 and num_experts % size == 0:
             name = f"fsdp2, experts on {size}"
             found.append(Candidate(name, sharded, {"expert_parallel_size": size}))
+    if cluster.per_machine > 1:
+        name, arguments = f"pipeline of {cluster.per_machine}", {"data_parallel_size": cluster.machines}
+        found.append(Candidate(name, "PipelineStrategy", arguments))
     return found + [
         Candidate(f"{one.name}, checkpointing", sharded, one.arguments | _AGAIN, base=one)
         for one in found

@@ -19,7 +19,7 @@ from lightning_accel.measure.rates import measure_rates
 from lightning_accel.planning.candidates import AS_CONFIGURED, SMALLEST, Candidate, candidates_for
 from lightning_accel.planning.hardware import Cluster, Device, find_device
 from lightning_accel.planning.simulation import Fit, Run, Simulation, SimulationError, simulate_step
-from lightning_accel.planning.step_trace import StepTime
+from lightning_accel.planning.step_trace import StepTime, time_together
 from lightning_accel.strategies import find_experts
 
 # What a GPU needs beside tensors
@@ -63,7 +63,8 @@ class Option:
     def time(self) -> StepTime:
         """Return the estimated time of a step."""
         assert self.simulation is not None
-        return self.simulation.trace.time_on(self.cluster, self.simulation.tf32)
+        traces = self.simulation.stages or [self.simulation.trace]
+        return time_together(traces, self.cluster, self.simulation.tf32)
 
 
 @dataclass(frozen=True)

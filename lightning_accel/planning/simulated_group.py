@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -11,13 +12,15 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_accel._private.torch import finished_work, name_of_group
+from lightning_accel.planning.simulated_peers import Peers
 
 _BACKEND = "simulated"
 
 
-# What the innermost world records with is the last. Groups do not hold it: torch keeps meshes, and so their groups, in
-# caches that outlive the world, and with it would keep the run.
-_records: list[Callable[[str, int, Any, list[Tensor]], None]] = []
+# What the innermost world records with, and its other processes, are the last. Groups do not hold them: torch keeps
+# meshes, and so their groups, in caches that outlive the world, and with them would keep the run.
+_Record = Callable[[str, int, tuple[int, ...], list[Tensor]], None]
+_worlds: list[tuple[_Record, Peers]] = []
 
 _Group: Any = dist.ProcessGroup  # whose stubs overload each method
 
@@ -33,6 +36,7 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
         self._rank, self._size, self._name = rank, size, ""
+        self._ranks: tuple[int, ...] = ()
 
     def size(self) -> int:
         return self._size
@@ -50,16 +54,50 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
 
     pg_name = group_name
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Return the processes of the group by their ranks among all."""
+        self._ranks = self._ranks or tuple(dist.get_process_group_ranks(self))
+        return self._ranks
+
     def _done(self, name: str, whole: list[Tensor], result: Any, part: list[Tensor] | None = None) -> Any:
-        _records[-1](name, sum(one.numel() * one.element_size() for one in whole), self, [*whole, *(part or [])])
-        future: Future[Any] = Future()
-        future.set_result(result)
-        return finished_work(future)
+        record, _ = _worlds[-1]
+        record(name, sum(one.numel() * one.element_size() for one in whole), self.ranks, [*whole, *(part or [])])
+        return _finished(result)
+
+    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Any:
+        return self._pass_on("send", tensors, to)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Any:
+        return self._pass_on("receive", tensors, source)
+
+    def _pass_on(self, name: str, tensors: list[Tensor], other: int) -> Any:
+        record, peers = _worlds[-1]
+        me, peer = self.ranks[self._rank], self.ranks[other]
+        for tensor in tensors:
+            (peers.send if name == "send" else peers.receive)(tensor, peer)
+            ranks = (me, peer) if name == "send" else (peer, me)
+            record(name, tensor.numel() * tensor.element_size(), ranks, [tensor])
+        return _finished(tensors)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        for tensor in tensors:
+            if not tensor.is_floating_point() and opts is not None:
+                self._reduce_integers(tensor, opts.reduceOp)
         return self._done("all_reduce", tensors, tensors)
 
     allreduce_coalesced = allreduce
+
+    def _reduce_integers(self, tensor: Tensor, operation: Any) -> None:
+        _, peers = _worlds[-1]
+        number = peers.say("reduce", self.ranks, tensor.clone())
+        known = [rank for rank in self.ranks[: peers.count] if rank < peers.count and rank != peers.rank]
+        others = [peers.said_by(rank, "reduce", self.ranks, number, tensor) for rank in known]
+        if operation == dist.ReduceOp.SUM:
+            tensor.copy_(sum(others, tensor * (self._size - len(others))))
+        elif operation == dist.ReduceOp.MAX:
+            for one in others:
+                tensor.copy_(torch.maximum(tensor, one))
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
         return self._done("broadcast", tensors, tensors)
@@ -128,17 +166,25 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
         return self._done("all_to_all", sent, outputs, outputs)
 
 
+def _finished(result: Any) -> Any:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return finished_work(future)
+
+
 def _create(store: Any, rank: int, size: int, timeout: Any) -> SimulatedGroup:
     return SimulatedGroup(rank, size)
 
 
 @contextmanager
-def simulated_world(size: int, record: Callable[[str, int, Any, list[Tensor]], None]) -> Iterator[None]:
-    """Make this process the first of ``size`` processes, of which the others do not exist.
+def simulated_world(size: int, record: _Record, peers: Peers | None = None) -> Iterator[None]:
+    """Make this process one of ``size`` processes, of which the others do not exist.
 
     Args:
         size: number of processes.
-        record: called with the name of each collective, the bytes of its whole tensor, its group and its tensors.
+        record: called with the name of each collective, the bytes of its whole tensor, the ranks of its group (of the
+            sender and the receiver for messages) and its tensors.
+        peers: which of them it is, and what others have said; by default the first.
 
     Raises:
         RuntimeError: if this process is in a process group already.
@@ -152,13 +198,45 @@ def simulated_world(size: int, record: Callable[[str, int, Any, list[Tensor]], N
     if _BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(_BACKEND, _create, devices=["cpu"])
     make_group, excepthook = dist.new_group, sys.excepthook
-    _records.append(record)
+    peers = peers or Peers()
+    _worlds.append((record, peers))
     store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group(_BACKEND, store=store, rank=0, world_size=size)
+    dist.init_process_group(_BACKEND, store=store, rank=peers.rank, world_size=size)
     dist.new_group = new_group
     try:
-        yield
+        with _objects_of(peers):
+            yield
     finally:
         dist.new_group, sys.excepthook = make_group, excepthook  # torch's own names a rank in each line
         dist.destroy_process_group()
-        _records.pop()
+        _worlds.pop()
+
+
+@contextmanager
+def _objects_of(peers: Peers) -> Iterator[None]:
+    """Answer gathers and broadcasts of objects with those of the processes that are simulated, too."""
+    gather, broadcast = dist.all_gather_object, dist.broadcast_object_list
+
+    def all_gather_object(objects: list[Any], value: Any, group: Any = None) -> None:
+        if peers.count == 1:
+            gather(objects, value, group)
+            return
+        ranks = tuple(dist.get_process_group_ranks(group))
+        number = peers.say("gather", ranks, value)
+        objects[:] = [peers.said_by(rank, "gather", ranks, number, value) for rank in ranks]
+
+    def broadcast_object_list(objects: list[Any], src: int | None = None, group: Any = None, **kwargs: Any) -> None:
+        if peers.count == 1:
+            broadcast(objects, src, group, **kwargs)
+            return
+        ranks = tuple(dist.get_process_group_ranks(group))
+        number = peers.say("broadcast", ranks, list(objects))
+        source = src if src is not None else ranks[kwargs.get("group_src") or 0]
+        if source < peers.count:
+            objects[:] = peers.said_by(source, "broadcast", ranks, number)
+
+    with (
+        patch.object(dist, "all_gather_object", all_gather_object),
+        patch.object(dist, "broadcast_object_list", broadcast_object_list),
+    ):
+        yield

@@ -86,7 +86,8 @@ class SimulatedTensors(TorchDispatchMode):
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if is_functional_collective(func) and func.name().endswith("::wait_tensor"):
             return args[0]
-        if operation.is_view or any(tensor.is_meta for tensor in tensors):
+        is_meta = kwargs.get("device") == torch.device("meta") or any(tensor.is_meta for tensor in tensors)
+        if operation.is_view or is_meta:
             return func(*args, **kwargs)
         is_dense = all(tensor.layout == torch.strided for tensor in tensors)
         self._kind = self._kind_of_results(func, tensors) if is_dense else None

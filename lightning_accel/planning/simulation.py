@@ -1,9 +1,10 @@
 """One optimizer step of a real run, by its own Trainer, strategy and optimizer, on a cluster that is not there."""
 
+import copy
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelSummary, ProgressBar
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -35,6 +37,7 @@ from lightning_accel.planning.cuda_rules import as_on_cuda
 from lightning_accel.planning.hardware import Cluster
 from lightning_accel.planning.live_memory import HOST, LiveMemory
 from lightning_accel.planning.simulated_group import simulated_world
+from lightning_accel.planning.simulated_peers import Peers, Unanswered
 from lightning_accel.planning.simulated_tensors import SimulatedTensors
 from lightning_accel.planning.step_trace import Collective, StepTrace, Work
 from lightning_accel.strategies import DataParallelStrategy, PipelineStrategy
@@ -66,6 +69,7 @@ class Simulation:
             activations, batch, buffers, communication and temporary.
         phase_of_peak: forward, backward or optimizer.
         trace: operations and collectives of the step.
+        stages: such traces of each stage of a pipeline, of which the one that needs most memory is described here.
         samples: samples of the step in this process; None where the batch does not tell.
         small_batch: samples of its first batch and the size that its loader has, where these are fewer.
         num_parameters: numbers that the parameters of the whole module hold.
@@ -78,6 +82,7 @@ class Simulation:
     memory: dict[str, int] = field(default_factory=dict)
     phase_of_peak: str = ""
     trace: StepTrace = field(default_factory=StepTrace)
+    stages: list[StepTrace] = field(default_factory=list)
     samples: int | None = 0
     small_batch: tuple[int, int] | None = None
     num_parameters: int = 0
@@ -87,6 +92,9 @@ class Simulation:
 
 def simulate_step(run: Run, cluster: Cluster, options: Mapping[str, Any], folder: Path) -> Simulation:
     """Run two optimizer steps of a fit as the first process of a cluster, and measure the second.
+
+    A pipeline's third step is measured, with which its schedule begins; its stages are simulated one after another,
+    from the first to the last or back, until none waits for what another one says. Its layers are split by parameters.
 
     Both belong to one epoch, for which batches are repeated if they are too few. Nothing is saved by ``torch.save`` or
     the Trainer, since weights have no values.
@@ -102,14 +110,34 @@ def simulate_step(run: Run, cluster: Cluster, options: Mapping[str, Any], folder
         SimulationError: if the run ends before two steps, or uses what cannot be simulated; other errors are the run's
             own.
     """
+    peers = Peers()
+    stages = [_simulate(run, cluster, options, folder, peers)]
+    if peers.count > 1:
+        forward = range(peers.count)
+        # first all learn what others need; then they wait for the last one, which decides on the schedule
+        for ranks in (forward[1:], forward, forward[::-1], forward):
+            stages = [_simulate(run, cluster, options, folder, peers, rank) for rank in ranks]
+    if not all(one.is_done for one in stages):
+        raise SimulationError(
+            "training ended before its second optimizer step, so that there is none to measure; give it batches"
+        )
+    found = max((one.found for one in stages), key=lambda one: one.peak)
+    if peers.count > 1:
+        found.stages = [one.found.trace for one in stages]
+    return found
+
+
+def _simulate(
+    run: Run, cluster: Cluster, options: Mapping[str, Any], folder: Path, peers: Peers, rank: int = 0
+) -> "_Watch":
     watch = _Watch(cluster)
     memory, mode = watch.memory, watch.mode
+    peers.begin(rank, lambda tensor: not memory.is_simulated(tensor.untyped_storage()))
 
     def fit(trainer: L.Trainer, module: L.LightningModule, data: Any) -> None:
-        if isinstance(trainer.strategy, PipelineStrategy | DataParallelStrategy):
-            name = type(trainer.strategy).__name__
+        if isinstance(trainer.strategy, DataParallelStrategy):
             raise SimulationError(
-                f"{name} is not planned: its processes or devices do not do the same; plan another one"
+                "DataParallelStrategy is not planned, which has one process for all devices; plan ddp"
             )
         if trainer.world_size != cluster.size:
             raise SimulationError(
@@ -117,6 +145,10 @@ def simulate_step(run: Run, cluster: Cluster, options: Mapping[str, Any], folder
                 "that the function is called with on to the Trainer, which has no devices, num_nodes, strategy and "
                 "accelerator of its own then"
             )
+        if isinstance(trainer.strategy, PipelineStrategy):
+            peers.count = trainer.world_size // trainer.strategy.data_parallel_size
+            watch.steps_before = 2  # in lockstep
+            module.example_input_array = None  # or layers would be split by how long their simulation takes
         watch.found.num_parameters = sum(each.numel() for each in module.parameters())
         isolate(trainer, folder, max_val_batches=1)
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
@@ -135,29 +167,25 @@ def simulate_step(run: Run, cluster: Cluster, options: Mapping[str, Any], folder
         "devices": cluster.per_machine,
         "num_nodes": cluster.machines,
         "enable_model_summary": False,
-        **options,
+        **copy.deepcopy(dict(options)),  # a strategy is for one Trainer, and each stage has its own
     }
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))  # also after errors
         stack.enter_context(isolate_rng(include_cuda=False))
         torch.manual_seed(0)  # the choice of experts is drawn
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(_environment(cluster))
+        stack.enter_context(_environment(cluster, rank))
         if cluster.size > 1:
-            stack.enter_context(simulated_world(cluster.size, watch.record_collective))
+            stack.enter_context(simulated_world(cluster.size, watch.record_collective, peers))
         stack.enter_context(memory.seeing_resizes())
         stack.enter_context(as_on_cuda(memory) if cluster.device.is_gpu else nullcontext())
         stack.enter_context(_nothing_saved())
         stack.enter_context(_batch_norms_of_one_process(watch.found))
         stack.enter_context(mode.read_by_host())
         stack.enter_context(mode)
-        try:
+        with suppress(_Measured, Unanswered):
             run(arguments, fit)
-        except _Measured:
-            return watch.found
-    raise SimulationError(
-        "training ended before its second optimizer step, so that there is none to measure; give it batches"
-    )
+    return watch
 
 
 class _Measured(BaseException):
@@ -172,19 +200,20 @@ class _Watch(L.Callback):
         self.memory.kind = HOST
         self.mode = SimulatedTensors(self.memory, self._record_work)
         self.found = Simulation()
+        self.steps_before = 1
+        self.is_done = False
         self._updates = 0
         self._is_measuring = False
 
     # ---- what is recorded
 
-    def record_collective(self, name: str, size: int, group: Any, tensors: list[Tensor]) -> None:
+    def record_collective(self, name: str, size: int, ranks: tuple[int, ...], tensors: list[Tensor]) -> None:
         if not self._is_measuring:
             return
         for tensor in tensors:
             if tensor.is_floating_point() and tensor.layout == torch.strided:
                 self.memory.add(tensor.untyped_storage(), kind="communication")
         if size or name == "barrier":
-            ranks = tuple(dist.get_process_group_ranks(group))
             self.found.trace.events.append(Collective(self.memory.phase, name, size, ranks))
 
     def _record_work(self, func: Any, called: tuple[Any, Any, list[Tensor]], result: Any) -> None:
@@ -201,7 +230,8 @@ class _Watch(L.Callback):
                 name = _FUNCTIONAL.get(name, name)
                 whole = made if name == "all_gather" else tensors
                 group = group_of(kwargs.get("group_name", args[-1]))
-                self.record_collective(name, _bytes(whole), group, [*tensors, *made])
+                ranks = tuple(dist.get_process_group_ranks(group))
+                self.record_collective(name, _bytes(whole), ranks, [*tensors, *made])
             return
         flops = 0
         if formula := flop_registry.get(packet_of(func)):
@@ -244,7 +274,7 @@ class _Watch(L.Callback):
     ) -> None:
         leaves = [one for one in tree_leaves(batch) if isinstance(one, Tensor)]
         self._label(leaves, "batch")
-        if trainer.global_step and not self._is_measuring:
+        if trainer.global_step >= self.steps_before and not self._is_measuring:
             self._is_measuring, self._updates = True, trainer.global_step
             self._label_module(pl_module, trainer.optimizers)
             self.memory.phase = "forward"
@@ -275,6 +305,7 @@ class _Watch(L.Callback):
             at_peak["other"] += at_peak.pop(HOST, 0)
             found.memory = {kind: size for kind, size in at_peak.most_common() if size > 0}
             found.tf32 = torch.get_float32_matmul_precision() != "highest"
+            self.is_done = True
             raise _Measured
         self._enter("between", HOST)
 
@@ -309,19 +340,22 @@ def _batch_norms_of_one_process(found: Simulation) -> Iterator[None]:
 
 
 @contextmanager
-def _environment(cluster: Cluster) -> Iterator[None]:
-    """Tell Lightning that this is the first process of a cluster, which torchrun has started."""
+def _environment(cluster: Cluster, rank: int) -> Iterator[None]:
+    """Tell Lightning that this is a process of a cluster, which torchrun has started."""
     before = dict(os.environ)
     for name in before:
         if name.startswith(_ELSEWHERE):
             del os.environ[name]
     if cluster.size > 1:
-        ranks = {"RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "WORLD_SIZE": cluster.size}
+        machine, local_rank = divmod(rank, cluster.per_machine)
+        ranks = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": machine, "WORLD_SIZE": cluster.size}
         os.environ.update({name: str(value) for name, value in ranks.items()})
         os.environ["LOCAL_WORLD_SIZE"] = str(cluster.per_machine)
         os.environ.update(TORCHELASTIC_RUN_ID="plan", MASTER_ADDR="localhost", MASTER_PORT="0")
+    rank_of_lightning = getattr(rank_zero_only, "rank", None)
     try:
         yield
     finally:
+        rank_zero_only.rank = rank_of_lightning  # type: ignore[attr-defined]
         os.environ.clear()
         os.environ.update(before)

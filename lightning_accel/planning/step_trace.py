@@ -1,7 +1,9 @@
 """A recorded step of one process, and the time that it would take on a cluster."""
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import NamedTuple
 
 from lightning_accel.planning.hardware import Cluster
@@ -31,9 +33,9 @@ class Collective:
 
     Attributes:
         phase: part of the step: forward, backward or optimizer.
-        name: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast or barrier.
-        size: bytes of the whole tensor that is reduced, gathered, scattered or exchanged.
-        ranks: the processes that take part.
+        name: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast or barrier; send or receive for a message.
+        size: bytes of the whole tensor that is reduced, gathered, scattered, exchanged or sent.
+        ranks: the processes that take part; the sender and the receiver of a message.
     """
 
     phase: str
@@ -50,7 +52,7 @@ class Collective:
     def sent(self) -> float:
         """Return the bytes that this process has to send, by the algorithms that send least."""
         n = len(self.ranks)
-        shares = {"all_reduce": 2 * (n - 1) / n, "broadcast": 1.0, "barrier": 0.0}
+        shares = {"all_reduce": 2 * (n - 1) / n, "broadcast": 1.0, "barrier": 0.0, "send": 1.0, "receive": 0.0}
         return self.size * shares.get(self.name, (n - 1) / n)
 
 
@@ -102,9 +104,16 @@ class StepTrace:
         block before computes; reductions of gradients run beside the backward pass, and the optimizer waits for them;
         exchanges of tokens and all other collectives hold the computation up.
         """
+        return time_together([self], cluster, tf32)
+
+    def _clock(
+        self, cluster: Cluster, tf32: bool, arrivals: dict[tuple[int, ...], list[float]]
+    ) -> Generator[None, None, StepTime]:
+        """Yield while a message has not been sent yet; return the times."""
         now = computed = busy_until = communicated = 0.0
         gather_may_begin = 0.0
         phase = ""
+        received: Counter[tuple[int, ...]] = Counter()
         for event in self.events:
             if event.phase != phase:
                 phase = event.phase
@@ -116,10 +125,20 @@ class StepTrace:
                 continue
             if event.name == "barrier" or len(event.ranks) < 2:
                 continue
+            if event.name == "receive":
+                arrived = arrivals[event.ranks]
+                while len(arrived) <= received[event.ranks]:
+                    yield
+                now = max(now, arrived[received[event.ranks]])
+                received[event.ranks] += 1
+                continue
             bandwidth = cluster.bandwidth_between(event.ranks, event.is_direct)
             seconds = LATENCY + event.sent / (LINK * bandwidth)
             communicated += seconds
-            if event.name == "all_gather":
+            if event.name == "send":  # beside the computation
+                begin = max([now, *arrivals[event.ranks][-1:]])
+                arrivals[event.ranks].append(begin + seconds)
+            elif event.name == "all_gather":
                 begin = max(busy_until, gather_may_begin)
                 gather_may_begin = now
                 busy_until = begin + seconds
@@ -130,6 +149,38 @@ class StepTrace:
                 busy_until = now = max(busy_until, now) + seconds
         total = max(now, busy_until)
         return StepTime(total, computed, communicated, total - computed)
+
+
+def time_together(traces: Sequence[StepTrace], cluster: Cluster, tf32: bool = False) -> StepTime:
+    """Estimate the time of a step of processes that send each other messages, as the stages of a pipeline do.
+
+    Args:
+        traces: of one step of each process.
+        cluster: where they run.
+        tf32: whether float32 products may use tensor cores.
+
+    Returns:
+        the time of the longest, the means of its parts over the processes.
+
+    Raises:
+        ValueError: if processes wait for messages that none sends.
+    """
+    arrivals: dict[tuple[int, ...], list[float]] = defaultdict(list)
+    waiting = [trace._clock(cluster, tf32, arrivals) for trace in traces]
+    times: list[StepTime] = []
+    while waiting:
+        before = sum(map(len, arrivals.values())), len(waiting)
+        for clock in list(waiting):
+            try:
+                next(clock)
+            except StopIteration as end:
+                times.append(end.value)
+                waiting.remove(clock)
+        if before == (sum(map(len, arrivals.values())), len(waiting)):
+            raise ValueError(f"{len(waiting)} of {len(traces)} processes wait for messages that none sends")
+    total = max(one.total for one in times)
+    computed, communicated = (fmean(getattr(one, name) for one in times) for name in ("computation", "communication"))
+    return StepTime(total, computed, communicated, total - computed)
 
 
 def _seconds(work: Work, cluster: Cluster, tf32: bool) -> float:

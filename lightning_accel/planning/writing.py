@@ -17,7 +17,10 @@ def plan_tables(plan: Plan) -> list[Table]:
     assert shown.simulation is not None
     kinds = shown.simulation.memory.items()
     rows = [(kind, in_bytes(size)) for kind, size in kinds if size >= shown.simulation.peak / 1000]
-    tables.append(Table(f"Memory of {shown.candidate.name} at its peak, in {shown.simulation.phase_of_peak}", (), rows))
+    where = " of the largest stage" if shown.simulation.stages else ""
+    tables.append(
+        Table(f"Memory of {shown.candidate.name} at its peak{where}, in {shown.simulation.phase_of_peak}", (), rows)
+    )
     names = [f"{name}: {in_bytes(size)}" for name, size in shown.simulation.trace.bytes_by_name().items() if size]
     if names:
         tables.append(Table(f"Collectives of a step of {shown.candidate.name}", (), [(name,) for name in names]))
@@ -34,7 +37,8 @@ def _row(plan: Plan, option: Option) -> tuple[str, ...]:
     if simulation is None:
         return name, "", "not planned", "", "", "", *_network(plan, ""), ""
     time = option.time
-    samples = with_unit(simulation.samples * plan.cluster.size / time.total, "") if simulation.samples else ""
+    batches = plan.cluster.size / max(1, len(simulation.stages))  # the stages of a pipeline have the same one
+    samples = with_unit(simulation.samples * batches / time.total, "") if simulation.samples else ""
     inside, outside = simulation.trace.sent_bytes(plan.cluster)
     step, waits = f"{time.total * 1e3:.3g} ms", f"{time.exposed / time.total:.0%}" if time.total else ""
     sends = in_bytes(inside + outside), *_network(plan, in_bytes(outside))

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel import DynamicRNN, MixtureOfExperts
+from lightning_accel.strategies import PipelineStrategy
 
 _NAMES = {
     "c10d::allreduce_": "all_reduce",
@@ -21,6 +22,8 @@ _NAMES = {
     "c10d::_reduce_scatter_base_": "reduce_scatter",
     "c10d::alltoall_base_": "all_to_all",
     "c10d::broadcast_": "broadcast",
+    "c10d::send": "send",
+    "c10d::recv_": "receive",
     "_c10d_functional::all_to_all_single": "all_to_all",
 }
 
@@ -116,31 +119,31 @@ class Seen(TorchDispatchMode):
         return result
 
 
-class SecondStep(L.Callback):
-    """Hold what was seen in the second step."""
+class SeenStep(L.Callback):
+    """Hold what was seen in one step, by default the second."""
 
-    def __init__(self, seen: Seen) -> None:
-        self.seen = seen
+    def __init__(self, seen: Seen, step: int = 2) -> None:
+        self.seen, self.step = seen, step
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == 1:
+        if trainer.global_step == self.step - 1:
             gc.collect()  # cycles of the first step hold tensors for as long as nobody looks for them
             self.seen.collectives.clear()
             self.seen.peak = 0
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == 2:
+        if trainer.global_step == self.step:
             trainer.should_stop = True
             self.collectives, self.peak = dict(self.seen.collectives), self.seen.peak
 
 
 def train_seen(rank: int, kind: str, strategy: Any, world_size: int) -> tuple[dict[str, int], int]:
-    """Train for real on one of several processes; return the collectives and the peak of the second step."""
+    """Train for real on one of several processes; return the collectives and the peak of the step that is planned."""
     import warnings
 
     warnings.simplefilter("ignore")
     seen = Seen()
-    second = SecondStep(seen)
+    step = SeenStep(seen, 3 if isinstance(strategy, PipelineStrategy) else 2)
     resize = torch.UntypedStorage.resize_
 
     def counted(storage: torch.UntypedStorage, size: int) -> Any:
@@ -152,9 +155,9 @@ def train_seen(rank: int, kind: str, strategy: Any, world_size: int) -> tuple[di
     try:
         with seen:
             trainer, module, loader = make(
-                kind, accelerator="cpu", devices=world_size, strategy=strategy, callbacks=[second]
+                kind, accelerator="cpu", devices=world_size, strategy=strategy, callbacks=[step]
             )
             trainer.fit(module, loader)
     finally:
         torch.UntypedStorage.resize_ = resize
-    return second.collectives, second.peak
+    return step.collectives, step.peak

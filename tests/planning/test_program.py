@@ -14,6 +14,7 @@ from lightning_accel import plan
 from lightning_accel.__main__ import main
 from lightning_accel.planning import Cluster, Device, SimulationError
 from lightning_accel.planning.candidates import candidates_for
+from lightning_accel.planning.writing import plan_tables
 from tests.planning.planned_runs import make
 
 SMALL = Device("small", 2**31, {"fp32": 1e13}, 1e11, 1e10, 1e9)
@@ -38,8 +39,12 @@ def test_strategies_are_compared_and_the_fastest_that_fits_comes_first():
         "fsdp2, experts on 2",
         "fsdp2, experts on 4",
     }
-    assert all(option.fits for option in found.options), [option.reason for option in found.options]
-    times = [option.time.total for option in found.options]
+    planned = [option for option in found.options if option.simulation is not None]
+    assert all(option.fits for option in planned)
+    assert {option.candidate.name: option.reason[:10] for option in found.options if option not in planned} == {
+        "pipeline of 2": "TypeError:"  # of one layer
+    }
+    times = [option.time.total for option in planned]
     assert times == sorted(times)
     assert found.fits_from is None
     trainer = found.overlay()["trainer"]
@@ -80,16 +85,16 @@ def test_what_does_not_fit_is_told_where_it_would(capsys):
 
 
 def test_a_strategy_that_cannot_be_planned_says_why(capsys):
-    def with_pipeline(**options):
-        return make("dense", **{"strategy": "accel_pipeline", **options})
+    def without_layers(**options):
+        trainer, _, data = make("dense", **options)
+        return trainer, Normed(), data
 
-    found = plan(with_pipeline, "2xL4-24GB")
+    found = plan(without_layers, "8xL4-24GB")
     reasons = {option.candidate.name: option.reason for option in found.options if option.simulation is None}
-    assert list(reasons) == ["as configured"]
-    assert "PipelineStrategy is not planned" in reasons["as configured"]
+    assert "does not tell which layers form its pipeline" in reasons["pipeline of 8"]
     assert found.options[-1].simulation is None
     found.print()
-    assert "PipelineStrategy" in capsys.readouterr().out
+    assert "pipeline of 8: " in capsys.readouterr().out
 
 
 class Normed(L.LightningModule):
@@ -147,6 +152,22 @@ def test_tensors_that_the_system_refuses():
 
     with pytest.raises(SimulationError, match="overcommit_memory=1"):
         plan(made, SMALL)
+
+
+@pytest.mark.slow
+def test_pipelines_have_a_batch_for_all_stages():
+    found = plan(run_of("dense", depth=4, dim=512), "2xL4-24GB", machines=2)
+    by_name = {option.candidate.name: option for option in found.options}
+    pipeline = by_name["pipeline of 2"]
+    assert pipeline.fits
+    flops = [stage.flops for stage in pipeline.simulation.stages]
+    assert sum(flops) == by_name["ddp"].simulation.trace.flops
+    assert max(flops) < 0.6 * sum(flops)
+    assert pipeline.time.computation < pipeline.time.total < 3 * pipeline.time.computation
+    table = plan_tables(found)[0]
+    shown = dict(zip(table.columns, table.rows[found.options.index(pipeline)], strict=True))
+    assert float(shown["samples/s"].split()[0]) == pytest.approx(2 * 4 / pipeline.time.total, rel=0.01)
+    assert found.to_dict()["options"][0]["fits"]
 
 
 def test_nothing_of_the_runs_is_left():

@@ -8,6 +8,7 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_accel.planning.simulated_group import simulated_world
+from lightning_accel.planning.simulated_peers import Peers, Unanswered
 from tests.ranks import run_ranks
 
 # torch 2.13 renames what torch 2.11 has under its old name alone
@@ -18,8 +19,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:Futu
 def recorded():
     found = []
 
-    def record(name, size, group, tensors):
-        found.append((name, size, dist.get_process_group_ranks(group)))
+    def record(name, size, ranks, tensors):
+        found.append((name, size, list(ranks)))
 
     with simulated_world(6, record):
         yield found
@@ -58,6 +59,46 @@ def test_groups_have_their_own_members(recorded):
 def test_functional_collectives_come_here(recorded):
     assert all_reduce(torch.ones(3), "sum", dist.group.WORLD).tolist() == [1.0, 1.0, 1.0]
     assert recorded[-1] == ("all_reduce", 12, list(range(6)))
+
+
+def test_integers_are_added_up(recorded):
+    count = torch.tensor([2, 3])
+    dist.all_reduce(count)
+    assert count.tolist() == [12, 18]
+    dist.all_reduce(count, dist.ReduceOp.MAX)
+    assert count.tolist() == [12, 18]
+
+
+def test_processes_that_are_simulated_one_after_another():
+    peers, said = Peers(), []
+    peers.count = 2
+
+    def simulate(rank):
+        peers.begin(rank, lambda tensor: True)
+        with simulated_world(6, lambda *called: None, peers):
+            assert dist.get_rank() == rank
+            pair = dist.new_group([0, 1])
+            objects, sums = [None] * 2, torch.tensor(10 + rank)
+            dist.all_gather_object(objects, rank, pair)
+            dist.all_reduce(sums, group=pair)
+            gradient = torch.zeros(3)
+            if rank == 0:
+                dist.send(torch.tensor([1.0, 2.0]), 1)
+                dist.recv(gradient, 1)
+            else:
+                arrived = torch.zeros(2)
+                dist.recv(arrived, 0)
+                assert arrived.tolist() == [1.0, 2.0]
+                dist.send(gradient, 0)
+            last = [rank]
+            dist.broadcast_object_list(last, 1, pair)
+            said.append((objects, int(sums), last))
+
+    with pytest.raises(Unanswered):
+        simulate(0)
+    for rank in (1, 0, 1):
+        simulate(rank)
+    assert said[1:] == [([0, 1], 21, [1])] * 2
 
 
 def plan_within_a_group(rank):

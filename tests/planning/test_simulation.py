@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_accel.callbacks import Pruning, Quantization
 from lightning_accel.planning import Cluster, Device, SimulationError, simulate_step
 from lightning_accel.planning.hardware import DEVICES
-from lightning_accel.strategies import FullyShardedStrategy
-from tests.planning.planned_runs import Block, SecondStep, Seen, TokenModel, make, train_seen
+from lightning_accel.strategies import FullyShardedStrategy, PipelineStrategy
+from tests.planning.planned_runs import Block, Seen, SeenStep, TokenModel, make, train_seen
 from tests.ranks import run_ranks
 from tests.zoo import ZOO
 
@@ -26,10 +26,13 @@ SHARDED = {
     "two shards": {"shard_size": 2},
     "experts on two": {"expert_parallel_size": 2},
 }
+PIPELINES = {"pipeline": 1, "two pipelines": 2}
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 
 def strategy_of(name):
+    if name in PIPELINES:
+        return PipelineStrategy(num_micro_batches=4, data_parallel_size=PIPELINES[name])
     return FullyShardedStrategy(**SHARDED[name]) if name in SHARDED else name
 
 
@@ -48,10 +51,13 @@ def compare(tmp_path, cells, world_size):
     every = run_ranks(train_all, cells, world_size, world_size=world_size)
     for number, (kind, strategy) in enumerate(cells):
         found = simulated(tmp_path, kind, strategy, world_size)
-        collectives = every[0][number][0]
         # of the ranks the least: some hold what they have sent until others have received it
-        peak = min(one[number][1] for one in every)
+        peaks = [one[number][1] for one in every]
+        peak = max(peaks) if strategy in PIPELINES else min(peaks)
+        collectives = every[peaks.index(peak)][number][0]
         planned = {name: size for name, size in found.trace.bytes_by_name().items() if size}
+        if strategy in PIPELINES:  # which broadcasts objects, too
+            assert planned.pop("broadcast") < collectives.pop("broadcast")
         if strategy == "experts on two":  # which tokens go where depends on the gate
             assert planned.pop("all_to_all") == pytest.approx(collectives.pop("all_to_all"), rel=0.1)
             assert found.peak == pytest.approx(peak, rel=0.15)
@@ -65,7 +71,13 @@ def compare(tmp_path, cells, world_size):
 
 
 def test_two_processes(tmp_path):
-    compare(tmp_path, [("dense", "ddp"), ("experts", "sharded")], 2)
+    compare(tmp_path, [("dense", "ddp"), ("dense", "pipeline")], 2)
+
+
+@pytest.mark.slow
+def test_pipelines(tmp_path):
+    compare(tmp_path, [("experts", "pipeline"), ("recurrent", "pipeline")], 2)
+    compare(tmp_path, [("dense", "two pipelines")], 4)
 
 
 @pytest.mark.slow
@@ -95,7 +107,7 @@ def test_networks_of_others(name, tmp_path):
     if model.requires != "torch":
         pytest.importorskip(model.requires)
     seen = Seen()
-    second = SecondStep(seen)
+    second = SeenStep(seen)
     torch.manual_seed(0)
     with seen:
         zoo_trainer(callbacks=[second]).fit(model.make(), model.loader())

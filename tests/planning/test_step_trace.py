@@ -13,6 +13,7 @@ from lightning_accel.planning.step_trace import (
     Collective,
     StepTrace,
     Work,
+    time_together,
 )
 
 DEVICE = Device("d", 2**30, {"fp64": 5e11, "fp32": 1e12, "bf16": 4e12}, bandwidth=1e11, link=1e10, network=1e9)
@@ -112,6 +113,30 @@ def test_what_communication_hides_behind(events, total):
 def test_exchanges_of_tokens_leave_by_one_port_each(name, bandwidth, share):
     time = trace(Collective("forward", name, 10**9, tuple(range(8)))).time_on(CLUSTER)
     assert time.communication == pytest.approx(LATENCY + share * 1e9 / (LINK * bandwidth))
+
+
+@pytest.mark.parametrize("num_stages", [2, 5])
+def test_stages_wait_for_each_other(num_stages):
+    """One batch after another, forward and backward, takes as long as a pipeline of micro-batches does."""
+    num, traces = 7, []
+    for stage in range(num_stages):
+        events, ahead = [], num_stages - stage
+        forward = [("receive", stage - 1, stage), WORK, ("send", stage, stage + 1)]
+        backward = [("receive", stage + 1, stage), BACK, BACK, ("send", stage, stage - 1)]
+        order = [*["f"] * ahead, *["b", "f"] * (num - ahead), *["b"] * ahead]  # 1F1B
+        for one in order:
+            events += forward if one == "f" else backward
+        made = [
+            one if isinstance(one, Work) else Collective("forward", one[0], 0, one[1:])
+            for one in events
+            if isinstance(one, Work) or set(one[1:]) <= set(range(num_stages))
+        ]
+        traces.append(trace(*made))
+    time = time_together(traces, Cluster(DEVICE, num_stages))
+    assert time.total == pytest.approx((num + num_stages - 1) * 3 * SECOND, rel=1e-3)
+    assert time.computation == pytest.approx(num * 3 * SECOND)
+    with pytest.raises(ValueError, match="wait for messages that none sends"):
+        time_together(traces[:1], CLUSTER)
 
 
 def test_tensor_cores_for_float32():
