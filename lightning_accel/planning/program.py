@@ -132,8 +132,8 @@ def plan(
 
     Kernels of CUDA may keep other tensors than those of the CPU that stand for them: float32 islands of autocast,
     dropout, fused attention and updates of all weights at once are taken into account, recurrent kernels and workspaces
-    of convolutions are not. ``torch.compile`` is left out, which makes steps shorter and memory smaller. Pipelines are
-    not planned.
+    of convolutions are not. ``torch.compile`` is left out, which makes steps shorter and memory smaller. Each stage of
+    a pipeline is simulated; what is told is the memory of the one that needs most.
 
     Args:
         config: a config file, arguments of ``lightning-accel fit``, or a function that returns (trainer, module, data)

@@ -16,8 +16,8 @@ class Unanswered(BaseException):
 class Peers:
     """Hold what processes have sent, for those that are simulated after them, in this round or the next.
 
-    Floats go forward alone: gradients, which a process receives from a later one, have the sizes that it gives, and no
-    values.
+    Values go forward alone. Gradients, which a process receives from a later one, have the sizes that it gives and no
+    values; integers are those that it sent there last, such as its vote on the schedule, on which all agree.
 
     Attributes:
         rank: the process that is simulated.
@@ -44,7 +44,7 @@ class Peers:
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Keep the values of a tensor, if it has any, for another process."""
-        if to > self.rank or not tensor.is_floating_point():
+        if to > self.rank:
             has_values = self._has_values(tensor)
             values = tensor.detach().contiguous().view(torch.uint8).numpy().tobytes() if has_values else None
             self._tensors[self.rank, to].append(values)
@@ -55,10 +55,12 @@ class Peers:
         Raises:
             Unanswered: if it has sent no more.
         """
-        if source > self.rank and tensor.is_floating_point():
+        is_later = source > self.rank
+        if is_later and tensor.is_floating_point():
             return
-        sent, number = self._tensors[source, self.rank], self._received[source]
-        if number >= len(sent):
+        sent = self._tensors[(self.rank, source) if is_later else (source, self.rank)]
+        number = len(sent) - 1 if is_later else self._received[source]
+        if not 0 <= number < len(sent):
             raise Unanswered
         self._received[source] += 1
         if (values := sent[number]) is not None:

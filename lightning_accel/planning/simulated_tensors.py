@@ -67,6 +67,7 @@ class SimulatedTensors(TorchDispatchMode):
         self.memory = memory
         self._observe = observe
         self._kind: str | None = None  # of the results of the operation that runs
+        self._known: dict[Any, tuple[Any, dict[int, int], list[Tensor]]] = {}
 
     def take(self, module: nn.Module) -> None:
         """Treat the parameters and buffers of a module as simulated, whatever made them."""
@@ -143,7 +144,7 @@ class SimulatedTensors(TorchDispatchMode):
         if tensors and func not in _EMPTY:
             return False
         try:
-            made = _on_meta(func, args, kwargs)
+            made, _ = self._sizes(func, args, kwargs)
         except (RuntimeError, NotImplementedError):
             return False
         if not isinstance(made, Tensor):
@@ -164,11 +165,10 @@ class SimulatedTensors(TorchDispatchMode):
             args = _with_positions(func, args)
             if func is _aten.masked_select.default:
                 func = _aten.index.Tensor
-        sources: _Sources = {}
         try:
-            shapes = _on_meta(func, args, kwargs, sources)
+            shapes, sources = self._sizes(func, args, kwargs)
         except (RuntimeError, NotImplementedError):  # sizes depend on values, or torch does not know the sizes
-            shapes = None
+            shapes, sources = None, {}
         if any(one.layout != torch.strided for one in _tensors_in(shapes)):  # as gradients of sparse embeddings
             return func(*args, **kwargs)
         if shapes is None:
@@ -186,13 +186,32 @@ class SimulatedTensors(TorchDispatchMode):
             )
         return result
 
-    def _made(self, shape: Tensor, value: Tensor, sources: "_Sources") -> Tensor:
+    def _sizes(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, dict[int, Tensor]]:
+        """Return the results without storages, and of which arguments they are parts, by their storages' stand-ins.
+
+        Blocks and micro-batches repeat themselves, so what is known is kept.
+        """
+        leaves, spec = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        key: Any = func, spec, *((type(leaf), _size_of(leaf)) for leaf in leaves)
+        try:
+            known = self._known.get(key)
+        except TypeError:  # such as a size that is a symbol
+            known, key = None, None
+        if known is None:
+            stand_ins: list[Tensor] = []
+            shapes = _on_meta(func, args, kwargs, stand_ins)
+            known = shapes, {storage_id(one.untyped_storage()): at for at, one in enumerate(stand_ins)}, stand_ins
+            if key is not None:
+                self._known[key] = known
+        return known[0], {number: tensors[at] for number, at in known[1].items()}
+
+    def _made(self, shape: Tensor, value: Tensor, sources: dict[int, Tensor]) -> Tensor:
         """Return a tensor of the sizes of ``shape``, with the values of ``value`` where these are integers.
 
         It is a part of an argument if ``shape`` is one of the stand-in of that, whether the operation says so or not.
         """
-        if (found := sources.get(storage_id(shape.untyped_storage()))) is not None:
-            source = found[0]
+        if (source := sources.get(storage_id(shape.untyped_storage()))) is not None:
             return source.as_strided(shape.shape, shape.stride(), source.storage_offset() + shape.storage_offset())
         if shape.dtype in _INTEGERS and not value.is_meta:
             made, simulated = value, False
@@ -229,9 +248,6 @@ class SimulatedTensors(TorchDispatchMode):
 
 
 _PLAIN = Tensor.__torch_dispatch__
-_Sources = dict[
-    int, tuple[Tensor, Tensor]
-]  # arguments and their stand-ins without storages, by the stand-ins' storages
 _INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
@@ -274,14 +290,18 @@ def _tensors_in(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
-def _on_meta(func: Any, args: Any, kwargs: Any, sources: _Sources | None = None) -> Any:
-    """Return the results of an operation without storages; ``sources`` gets the arguments by their stand-ins'."""
+def _size_of(leaf: Any) -> Any:
+    return (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+
+def _on_meta(func: Any, args: Any, kwargs: Any, stand_ins: list[Tensor] | None = None) -> Any:
+    """Return the results of an operation without storages; ``stand_ins`` gets what stands for its tensors."""
 
     def as_meta(value: Any) -> Any:
         if isinstance(value, Tensor):
             stand_in = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-            if sources is not None:
-                sources[storage_id(stand_in.untyped_storage())] = value, stand_in
+            if stand_ins is not None:
+                stand_ins.append(stand_in)
             return stand_in
         if isinstance(value, torch.device):
             return torch.device("meta")

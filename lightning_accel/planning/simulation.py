@@ -94,7 +94,7 @@ def simulate_step(run: Run, cluster: Cluster, options: Mapping[str, Any], folder
     """Run two optimizer steps of a fit as the first process of a cluster, and measure the second.
 
     A pipeline's third step is measured, with which its schedule begins; its stages are simulated one after another,
-    from the first to the last or back, until none waits for what another one says. Its layers are split by parameters.
+    twice, since in the first step each waits for what the last one says. Its layers are split by their parameters.
 
     Both belong to one epoch, for which batches are repeated if they are too few. Nothing is saved by ``torch.save`` or
     the Trainer, since weights have no values.
@@ -113,10 +113,9 @@ def simulate_step(run: Run, cluster: Cluster, options: Mapping[str, Any], folder
     peers = Peers()
     stages = [_simulate(run, cluster, options, folder, peers)]
     if peers.count > 1:
-        forward = range(peers.count)
-        # first all learn what others need; then they wait for the last one, which decides on the schedule
-        for ranks in (forward[1:], forward, forward[::-1], forward):
-            stages = [_simulate(run, cluster, options, folder, peers, rank) for rank in ranks]
+        for rank in range(1, peers.count):
+            _simulate(run, cluster, options, folder, peers, rank)
+        stages = [_simulate(run, cluster, options, folder, peers, rank) for rank in range(peers.count)]
     if not all(one.is_done for one in stages):
         raise SimulationError(
             "training ended before its second optimizer step, so that there is none to measure; give it batches"

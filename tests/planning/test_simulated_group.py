@@ -81,15 +81,20 @@ def test_processes_that_are_simulated_one_after_another():
             objects, sums = [None] * 2, torch.tensor(10 + rank)
             dist.all_gather_object(objects, rank, pair)
             dist.all_reduce(sums, group=pair)
-            gradient = torch.zeros(3)
+            gradient, vote = torch.zeros(3), torch.zeros(1, dtype=torch.int32)
             if rank == 0:
                 dist.send(torch.tensor([1.0, 2.0]), 1)
                 dist.recv(gradient, 1)
+                dist.send(torch.tensor([5], dtype=torch.int32), 1)
+                dist.recv(vote, 1)
+                assert vote.tolist() == [5]
             else:
                 arrived = torch.zeros(2)
                 dist.recv(arrived, 0)
                 assert arrived.tolist() == [1.0, 2.0]
                 dist.send(gradient, 0)
+                dist.recv(vote, 0)
+                dist.send(vote, 0)
             last = [rank]
             dist.broadcast_object_list(last, 1, pair)
             said.append((objects, int(sums), last))

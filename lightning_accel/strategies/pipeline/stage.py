@@ -132,6 +132,11 @@ def _plain(tree: Any) -> Any:
     return tree_map(lambda leaf: leaf.plain if isinstance(leaf, StandInTensor) else leaf, tree)
 
 
+def _changes(leaf: Tensor) -> int:
+    """Return how often a tensor was changed in place, which uses no value of a stand-in."""
+    return change_count(leaf.plain if isinstance(leaf, StandInTensor) else leaf)
+
+
 def _on_meta(tree: Any) -> Any:
     def move(leaf: Any) -> Any:
         leaf = leaf.plain if isinstance(leaf, StandInTensor) else leaf
@@ -268,7 +273,7 @@ class StageRun:
         return tree_unflatten(call.leaves, call.spec)
 
     def _record(self, layer: int, leaves: list[Any], spec: TreeSpec) -> None:
-        versions = [change_count(leaf) if isinstance(leaf, Tensor) else 0 for leaf in leaves]
+        versions = [_changes(leaf) if isinstance(leaf, Tensor) else 0 for leaf in leaves]
         for number, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 self._index_of[id(leaf)] = len(self.calls), number
@@ -302,7 +307,7 @@ class StageRun:
                 slot = self._slot((number, at), leaf)
                 if isinstance(slot, SentTensor):
                     plain = leaf.plain if isinstance(leaf, StandInTensor) else leaf
-                    if change_count(leaf) != version:
+                    if _changes(leaf) != version:
                         raise RuntimeError(
                             f"an output of layer {call.layer} of the pipeline was changed in place by the code between "
                             "the layers, which every later stage would do again. Write x = x + y in place of x += y"

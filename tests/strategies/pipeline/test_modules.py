@@ -308,6 +308,20 @@ def test_what_is_needed_late_is_found_in_the_first_run_and_travels():
     torch.testing.assert_close(result, expected)
 
 
+def test_what_went_into_the_next_layer_alone_does_not_travel():
+    layers, x = [nn.Linear(4, 4) for _ in range(5)], torch.randn(3, 4)
+    chain, needed, lengths = Chain(layers, [2, 2, 1]), None, []
+    for _ in range(2):
+        message = None
+        for stage in range(3):
+            run = StageRun(chain, stage, needed, message, torch.device("cpu"))
+            message = run.run(lambda: nn.Sequential(*layers)(x))
+            lengths += [len(message.flat[0])] if stage < 2 else []
+        needed = run.needed_here
+    assert needed == set()
+    assert lengths == [2 * 12, 4 * 12, 12, 12]  # all in the first run, which finds out
+
+
 def drawn_like(x, layers):
     first = layers[0](x)
     last = layers[2](layers[1](first))
