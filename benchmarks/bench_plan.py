@@ -2,11 +2,11 @@
 
 python benchmarks/bench_plan.py [--parts ranks scale published] [--quick] [--json FILE]
 
-ranks: three networks with three strategies (and a mixture with its experts distributed) on 2 and 4 processes of this
+ranks: three networks with four strategies (and a mixture with its experts distributed) on 2 and 4 processes of this
 machine. Measured is the peak of a rank's resident memory in the third step, above what it holds before its model is
 made; the largest of all ranks counts. glibc keeps freed blocks of less than 32 MiB in its heap, where they serve others
 badly, which is no matter of tensors; so processes map blocks from 128 KiB on (MALLOC_MMAP_THRESHOLD_). Collectives are
-counted by a dispatch mode of this file.
+counted by a dispatch mode of this file, in the fourth step.
 
 scale: seconds and memory of planning a Llama of 8 billion weights for 8, 64 and 1,024 GPUs.
 
@@ -47,13 +47,14 @@ import lightning_accel.strategies  # noqa: F401  # registers short names
 from lightning_accel import MoELanguageModel
 from lightning_accel.planning import DEVICES, Cluster, Device, simulate_step
 from lightning_accel.planning.program import RESERVED
-from lightning_accel.strategies import FullyShardedStrategy
+from lightning_accel.strategies import FullyShardedStrategy, PipelineStrategy
 
 STRATEGIES: dict[str, Any] = {
     "ddp": None,
     "fsdp2": {},
     "fsdp2, checkpointing": {"activation_checkpointing": True},
     "experts distributed": {"expert_parallel_size": "all"},
+    "pipeline": {"num_micro_batches": 4},
 }
 CPU = Device("cpu", 2**34, {"fp32": 1e11}, 1e10, 1e9, 1e9, is_gpu=False)
 
@@ -99,7 +100,8 @@ NETWORKS = {"llama": llama, "resnet": resnet, "mixture": mixture}
 def make(network: str, strategy: str, **options: Any) -> tuple[L.Trainer, L.LightningModule, DataLoader]:
     torch.manual_seed(0)
     arguments = STRATEGIES[strategy]
-    chosen = "ddp" if arguments is None else FullyShardedStrategy(**arguments)
+    kind = PipelineStrategy if strategy == "pipeline" else FullyShardedStrategy
+    chosen = "ddp" if arguments is None else kind(**arguments)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = L.Trainer(**{**quiet, "enable_model_summary": False, "strategy": chosen, **options})
     module, data = NETWORKS[network]()
@@ -116,6 +118,8 @@ class Collectives(TorchDispatchMode):
         "c10d::alltoall_base_": ("all_to_all", 1),
         "c10d::broadcast_": ("broadcast", 0),
         "_c10d_functional::all_to_all_single": ("all_to_all", 0),
+        "c10d::send": ("send", 0),
+        "c10d::recv_": ("receive", 0),
     }
 
     def __init__(self) -> None:
@@ -133,21 +137,21 @@ class Collectives(TorchDispatchMode):
 
 class ThirdStep(L.Callback):
     def __init__(self, base: float) -> None:
-        self.base, self.mode = base, Collectives()
+        self.base, self.peak, self.mode = base, 0.0, Collectives()
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")
-        if trainer.global_step == 1:  # in another step than the memory, which the mode would hold longer
+        if trainer.global_step == 3:  # in another step than the memory, which the mode would hold longer
             self.mode.__enter__()
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == 2:
-            self.mode.__exit__(None, None, None)
         if trainer.global_step == 3:
-            peak = kilobytes("VmHWM") * 1024 - self.base
+            self.peak = kilobytes("VmHWM") * 1024 - self.base
+        if trainer.global_step == 4:
+            self.mode.__exit__(None, None, None)
             file = Path(os.environ["MEASURED"]) / f"{trainer.global_rank}.json"
-            file.write_text(json.dumps([peak, dict(self.mode.bytes)]))
+            file.write_text(json.dumps([self.peak, dict(self.mode.bytes)]))
             trainer.should_stop = True
 
 
@@ -182,15 +186,19 @@ def ranks(quick: bool) -> list[dict[str, Any]]:
                 if len(found) != processes:
                     raise RuntimeError(done.stderr[-2000:])
                 planned = simulate(network, strategy, processes)
+                measured, collectives = max(found)
+                counted = dict(planned.trace.bytes_by_name())
+                if strategy == "pipeline":  # which broadcasts objects, too
+                    del collectives["broadcast"], counted["broadcast"]
                 rows.append(
                     {
                         "network": network,
                         "strategy": strategy,
                         "processes": processes,
-                        "measured": max(peak for peak, _ in found),
+                        "measured": measured,
                         "planned": planned.peak,
-                        "collectives": found[0][1],
-                        "planned_collectives": dict(planned.trace.bytes_by_name()),
+                        "collectives": collectives,
+                        "planned_collectives": counted,
                     }
                 )
                 row = rows[-1]
