@@ -139,6 +139,13 @@ def test_stages_wait_for_each_other(num_stages):
         time_together(traces[:1], CLUSTER)
 
 
+def test_messages_leave_one_after_the_other():
+    size = round((1 - LATENCY) * 1e10 * LINK)
+    sends = trace(*[Collective("forward", "send", size, (0, 1))] * 3)
+    receives = trace(*[Collective("forward", "receive", size, (0, 1))] * 3)
+    assert time_together([receives, sends], CLUSTER).total == pytest.approx(3, rel=1e-6)
+
+
 def test_tensor_cores_for_float32():
     work = trace(Work("forward", 10**15, "fp32", 0))
     cluster = Cluster(DEVICES["A100-80GB"], 1)
