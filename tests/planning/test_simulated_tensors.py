@@ -111,6 +111,7 @@ def test_arguments_that_are_written_come_back(simulated):
 def test_data_are_computed(simulated):
     data = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     assert ((data - data.mean(0)) / 2).tolist() == [[-0.5, -0.5], [0.5, 0.5]]
+    assert torch.bucketize(torch.empty(100), data.flatten()).max() == 0  # of numbers that are drawn from [0, 1)
     assert data.add_(torch.empty(2, 2)).sum().item() == 1.0  # from here on they mean nothing
 
 

