@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -174,23 +173,28 @@ def data_fetcher_of(loop: Any) -> Any:
     return loop._data_fetcher
 
 
-def repeat_batches(loop: Any) -> None:
-    """Let the first epoch of a fit, whose batches are set up, have no end; loops make their iterators themselves."""
+def repeat_batches(loop: Any, is_wanted: Callable[[Any], bool], number: int) -> None:
+    """Let the first epoch of a fit have ``number`` batches that are wanted, repeated; loops make their iterators."""
     fetcher = loop._data_fetcher
-    begun, end = fetcher.iterator, object()
+    begun: Iterator[Any] = fetcher.iterator
+    end: Any = object()
+    for batch, *_ in getattr(fetcher, "batches", ()):  # fetched already
+        is_wanted(batch)
 
     def batches() -> Iterator[Any]:
         while (batch := next(begun, end)) is not end:  # a for-loop would begin anew
-            yield batch
+            if is_wanted(batch[0]):
+                yield batch
         has_more = True
         while has_more:
             has_more = False
             for batch in iter(fetcher.combined_loader):
-                has_more = True
-                yield batch
+                if is_wanted(batch[0]):
+                    has_more = True
+                    yield batch
 
     fetcher.iterator, fetcher.length, fetcher.done = batches(), None, False
-    loop.max_batches = sys.maxsize
+    loop.max_batches = max(loop.max_batches, number)
 
 
 def restore_loaders(loop: Any) -> bool:

@@ -88,14 +88,14 @@ def _transfers(memory: LiveMemory) -> Iterator[None]:
 
     def copied(tensor: Tensor, moved: Any, is_from_host: bool) -> Any:
         is_there = moved is tensor and bool(memory.phase) and tensor.layout == torch.strided
-        if not is_there or (memory.kind_of(tensor.untyped_storage()) == HOST) != is_from_host:
+        if not is_there or (memory.kind_of(tensor.untyped_storage()) in (None, HOST)) != is_from_host:
             return moved
         made = tensor.clone()
-        if is_from_host != (memory.kind != HOST):
-            memory.add(made.untyped_storage(), kind="batch" if is_from_host else HOST)
+        kind = "other" if memory.kind == HOST else memory.kind
+        memory.add(made.untyped_storage(), kind=kind if is_from_host else HOST)
         return made
 
-    def patched(name: str, is_from_host: bool) -> Any:
+    def patched(name: str) -> Any:
         function = getattr(Tensor, name)
 
         @wraps(function)
@@ -103,11 +103,12 @@ def _transfers(memory: LiveMemory) -> Iterator[None]:
             moved = function(tensor, *args, **kwargs)
             if name == "to" and not _names_device(args, kwargs):
                 return moved
-            return copied(tensor, moved, is_from_host)
+            is_to_host = name == "cpu" or "cpu" in (*args[:1], kwargs.get("device"))  # a module's device is no string
+            return copied(tensor, moved, not is_to_host)
 
         return patch.object(Tensor, name, move)
 
-    with patched("to", True), patched("cpu", False):
+    with patched("to"), patched("cpu"):
         yield
 
 

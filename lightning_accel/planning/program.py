@@ -66,6 +66,13 @@ class Option:
         traces = self.simulation.stages or [self.simulation.trace]
         return time_together(traces, self.cluster, self.simulation.tf32)
 
+    @property
+    def batches_per_second(self) -> float:
+        """Return the estimated rate of batches, one a step for each process, or for each pipeline of them."""
+        assert self.simulation is not None
+        together = len(self.simulation.stages) or 1
+        return self.cluster.size / together / self.time.total if self.time.total else 0.0
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -176,7 +183,9 @@ def plan(
     if all(option.simulation is None for option in options):
         raise SimulationError("; ".join(dict.fromkeys(option.reason for option in options)))
     fits_from = None if any(option.fits for option in options) else planner.fits_from(cluster, options)
-    options.sort(key=lambda one: (one.simulation is None, not one.fits, one.time.total if one.simulation else 0.0))
+    options.sort(
+        key=lambda one: (one.simulation is None, not one.fits, -one.batches_per_second if one.simulation else 0.0)
+    )
     return Plan(cluster, options, fits_from, time.monotonic() - began)
 
 
@@ -232,7 +241,8 @@ class _Planner:
         """Return the strategy with the least memory, and a larger cluster on which it fits."""
         known = [option for option in options if option.simulation is not None]
         candidate = min(known, key=lambda one: one.needed).candidate
-        if candidate is AS_CONFIGURED or "shard_size" in candidate.arguments:  # which may not get smaller shards
+        has_smaller_parts = candidate.strategy == "FullyShardedStrategy" and "shard_size" not in candidate.arguments
+        if not has_smaller_parts:
             candidate = SMALLEST
         for larger in _larger(cluster):
             option = self.option(candidate, larger)

@@ -126,6 +126,15 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
                         one.detach().copy_(part.detach())
         return self._done("all_gather", [one for gathered in outputs for one in gathered], outputs, parts)
 
+    def gather(self, outputs: list[list[Tensor]], parts: list[Tensor], opts: Any = None) -> Any:
+        return self.allgather(outputs, parts) if outputs else self._done("all_gather", parts, outputs)
+
+    def scatter(self, outputs: list[Tensor], wholes: list[list[Tensor]], opts: Any = None) -> Any:
+        for output, whole in zip(outputs, wholes, strict=False):  # none where another process has it
+            with torch.no_grad():
+                output.detach().copy_(whole[self._rank])
+        return self._done("scatter", [one for whole in wholes for one in whole] or outputs, outputs)
+
     def all_gather_single_coalesced(self, outputs: list[Tensor], parts: list[Tensor], opts: Any = None) -> Any:
         for output, part in zip(outputs, parts, strict=True):
             work = self.all_gather_single(output, part)

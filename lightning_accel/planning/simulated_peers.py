@@ -1,5 +1,6 @@
 """Messages between processes that are simulated one after another, as the stages of a pipeline are."""
 
+import copy
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -87,4 +88,4 @@ class Peers:
         said = self._objects.get((rank, kind, ranks), [])
         if not said and default is None:
             raise Unanswered
-        return default if not said else said[min(number, len(said) - 1)]
+        return default if not said else copy.deepcopy(said[min(number, len(said) - 1)])  # as if it had been sent

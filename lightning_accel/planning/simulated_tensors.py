@@ -104,10 +104,10 @@ class SimulatedTensors(TorchDispatchMode):
     def _kind_of_results(self, func: Any, tensors: list[Tensor]) -> str | None:
         kinds = [self.memory.kind_of(tensor.untyped_storage()) if tensor.dim() else None for tensor in tensors]
         if all(kind in (None, HOST) for kind in kinds):
-            return None
+            return HOST if HOST in kinds else None
         if func.name() not in _BETWEEN_DEVICES:
             for tensor, kind in zip(tensors, kinds, strict=True):
-                if kind == HOST:
+                if tensor.dim() and kind in (None, HOST):
                     self.memory.add(tensor.untyped_storage(), kind="other")
         return "other" if self.memory.kind == HOST else None
 

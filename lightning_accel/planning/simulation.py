@@ -51,6 +51,7 @@ _FUNCTIONAL = {
     "reduce_scatter_tensor": "reduce_scatter",
     "all_reduce_": "all_reduce",
 }
+_FEW_STEPS = 8  # more than are simulated
 _COMPRESSING = (CompressionReport, Distillation, Export, OneShotPruning, Pruning, Quantization)
 _ELSEWHERE = ("SLURM_", "TORCHELASTIC_", "LSB_", "OMPI_", "PMI_", "JSM_")  # launchers that this process is not part of
 
@@ -158,6 +159,7 @@ def _simulate(
         unwanted = (*_COMPRESSING, ModelSummary, ProgressBar)
         trainer.callbacks = [*(one for one in callbacks if not isinstance(one, unwanted)), watch]  # type: ignore[attr-defined]
         trainer.num_sanity_val_steps = 0
+        watch.follow_setup(trainer.strategy, module)
         loaders = {"datamodule": data} if isinstance(data, L.LightningDataModule) else {"train_dataloaders": data}
         trainer.fit(module, **loaders)
 
@@ -179,6 +181,7 @@ def _simulate(
         stack.enter_context(memory.seeing_resizes())
         stack.enter_context(as_on_cuda(memory) if cluster.device.is_gpu else nullcontext())
         stack.enter_context(_nothing_saved())
+        stack.enter_context(_flags())
         stack.enter_context(_batch_norms_of_one_process(watch.found))
         stack.enter_context(mode.read_by_host())
         stack.enter_context(mode)
@@ -203,6 +206,7 @@ class _Watch(L.Callback):
         self.is_done = False
         self._updates = 0
         self._is_measuring = False
+        self._largest = 0, 0  # tensors and samples of a batch
 
     # ---- what is recorded
 
@@ -256,17 +260,38 @@ class _Watch(L.Callback):
         for optimizer in optimizers:
             self._label(tree_leaves(list(optimizer.state.values())), "optimizer states")
 
+    def follow_setup(self, strategy: Any, module: L.LightningModule) -> None:
+        """Label the module where a strategy has moved it to the device, before optimizers and hooks copy its parts."""
+        setup_optimizers = strategy.setup_optimizers
+
+        def labelled(trainer: L.Trainer) -> None:
+            self.mode.take(module)
+            self._label_module(module, [])
+            setup_optimizers(trainer)
+
+        strategy.setup_optimizers = labelled
+
+    def _is_full(self, batch: Any) -> bool:
+        size = sum(isinstance(one, Tensor) for one in tree_leaves(batch)), batch_size_of(batch) or 0
+        self._largest = (max(size[0], self._largest[0]), max(size[1], self._largest[1]))
+        return size == self._largest
+
     # ---- hooks
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.mode.take(pl_module)
         self._label_module(pl_module, [])
-        repeat_batches(trainer.fit_loop)
-        trainer.fit_loop.max_epochs, trainer.fit_loop.epoch_loop.max_steps = 1, -1
+        loops = trainer.fit_loop, trainer.fit_loop.epoch_loop
+        repeat_batches(loops[0], self._is_full, _FEW_STEPS * trainer.accumulate_grad_batches)
+        if 0 <= trainer.max_steps < _FEW_STEPS:
+            loops[1].max_steps = _FEW_STEPS
         trainer.val_check_batch = math.inf
-        if pl_module.automatic_optimization:
-            trainer.strategy.lr_scheduler_configs = []  # whose numbers of steps are those of the fit
+        # whose numbers of steps are those of the fit
+        loops[1].update_lr_schedulers = lambda *_, **__: None  # type: ignore[method-assign]
         self.memory.phase = "between"
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.should_stop = True  # batches cannot be repeated
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -323,6 +348,22 @@ def _nothing_saved() -> Iterator[None]:
 
     with patch.object(torch, "save", save_in_memory), patch.object(L.Trainer, "save_checkpoint", lambda *_, **__: None):
         yield
+
+
+@contextmanager
+def _flags() -> Iterator[None]:
+    """Restore what a Trainer sets for the whole process, and let it look for no NaN, which numbers may be here."""
+    is_deterministic, only_warns = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    benchmark = torch.backends.cudnn.benchmark
+    try:
+        with patch.object(torch.autograd, "set_detect_anomaly", lambda *_, **__: nullcontext()):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(is_deterministic, warn_only=only_warns)
+        torch.backends.cudnn.benchmark = benchmark
 
 
 @contextmanager

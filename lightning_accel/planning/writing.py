@@ -37,8 +37,7 @@ def _row(plan: Plan, option: Option) -> tuple[str, ...]:
     if simulation is None:
         return name, "", "not planned", "", "", "", *_network(plan, ""), ""
     time = option.time
-    batches = plan.cluster.size / max(1, len(simulation.stages))  # the stages of a pipeline have the same one
-    samples = with_unit(simulation.samples * batches / time.total, "") if simulation.samples else ""
+    samples = with_unit(simulation.samples * option.batches_per_second, "") if simulation.samples else ""
     inside, outside = simulation.trace.sent_bytes(plan.cluster)
     step, waits = f"{time.total * 1e3:.3g} ms", f"{time.exposed / time.total:.0%}" if time.total else ""
     sends = in_bytes(inside + outside), *_network(plan, in_bytes(outside))

@@ -45,8 +45,8 @@ def test_strategies_are_compared_and_the_fastest_that_fits_comes_first():
     assert {option.candidate.name: option.reason[:10] for option in found.options if option not in planned} == {
         "pipeline of 2": "TypeError:"  # of one layer
     }
-    times = [option.time.total for option in planned]
-    assert times == sorted(times)
+    rates = [option.batches_per_second for option in planned]
+    assert rates == sorted(rates, reverse=True)
     assert found.fits_from is None
     trainer = found.overlay()["trainer"]
     assert (trainer["accelerator"], trainer["devices"], trainer["num_nodes"]) == ("gpu", 2, 2)
@@ -167,6 +167,9 @@ def test_pipelines_have_a_batch_for_all_stages():
     assert pipeline.time.computation < pipeline.time.total < 3 * pipeline.time.computation
     table = plan_tables(found)[0]
     shown = dict(zip(table.columns, table.rows[found.options.index(pipeline)], strict=True))
+    rates = [option.batches_per_second for option in found.options]
+    assert rates == sorted(rates, reverse=True)
+    assert pipeline.time.total * pipeline.batches_per_second == pytest.approx(2)
     assert shown["samples/s"] == with_unit(2 * 4 / pipeline.time.total, "")
     assert found.to_dict()["options"][0]["fits"]
 

@@ -48,6 +48,22 @@ def test_collectives_are_answered_as_if_all_held_the_same(recorded):
     ]
 
 
+def test_one_process_gathers_and_scatters(recorded):
+    mine = torch.tensor([4, 5])
+    parts = [torch.zeros(2, dtype=torch.long) for _ in range(6)]
+    dist.gather(mine, parts)
+    assert [part.tolist() for part in parts] == [[4, 5]] * 6
+    objects, taken = [None] * 6, [None]
+    dist.gather_object("a", objects)
+    assert objects == ["a"] * 6
+    dist.scatter(mine, [torch.tensor([rank, 1]) for rank in range(6)])
+    assert mine.tolist() == [0, 1]
+    dist.scatter_object_list(taken, [*range(6)])
+    assert taken == [0]
+    dist.gather(mine, dst=3)  # which does not exist
+    dist.scatter(mine, src=3)
+
+
 def test_groups_have_their_own_members(recorded):
     mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("outer", "inner"))
     dist.all_reduce(torch.ones(4), group=mesh.get_group("inner"))

@@ -9,7 +9,9 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Timer, TQDMProgressBar
-from torch.utils.data import DataLoader, TensorDataset
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torchmetrics import MeanMetric
 
 from lightning_accel.callbacks import Pruning, Quantization
 from lightning_accel.planning import Cluster, Device, SimulationError, simulate_step
@@ -167,7 +169,7 @@ def test_the_process_is_left_as_it_was(tmp_path, monkeypatch):
     before, random_state = dict(os.environ), torch.get_rng_state()
     hook, drawn = sys.excepthook, random.getstate()
     group, resize = torch.distributed.new_group, torch.UntypedStorage.resize_
-    simulated(tmp_path, "dense", "sharded", 4)
+    simulated(tmp_path, "dense", "sharded", 4, deterministic=True, benchmark=True)
     with pytest.raises(ZeroDivisionError), warnings.catch_warnings():
         simulate_step(lambda arguments, fit: 1 // 0, Cluster(CPU, 4), {}, tmp_path)
     assert dict(os.environ) == before
@@ -178,6 +180,8 @@ def test_the_process_is_left_as_it_was(tmp_path, monkeypatch):
     assert torch.distributed.new_group is group
     assert torch.UntypedStorage.resize_ is resize
     assert not torch.distributed.is_initialized()
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert not torch.backends.cudnn.benchmark
     assert torch.empty(2).fill_(3).tolist() == [3, 3]
 
 
@@ -195,10 +199,14 @@ class ByHand(TokenModel):
         self.norm = torch.nn.SyncBatchNorm.convert_sync_batchnorm(torch.nn.BatchNorm1d(12))
 
     def training_step(self, batch, batch_idx):
+        assert self.trainer.num_training_batches < 100
+        assert self.trainer.max_epochs == self.max_epochs
+        self.log("lr", self.lr_schedulers().get_last_lr()[0])
         return super().training_step(batch, batch_idx) + self.norm(self.embedding(batch[0])).sum()
 
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
+        self.max_epochs = self.trainer.max_epochs
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, self.trainer.estimated_stepping_batches)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -210,7 +218,7 @@ class ByHand(TokenModel):
 def test_an_epoch_of_one_batch_has_the_steps_of_longer_ones(tmp_path, limits):
     def run(few):
         def made(arguments, fit):
-            trainer, _, loader = make("dense", accumulate_grad_batches=2, **limits, **arguments)
+            trainer, _, loader = make("dense", accumulate_grad_batches=2, detect_anomaly=True, **limits, **arguments)
             tokens = loader.dataset.tensors[0].repeat(2, 1)[:few]
             fit(trainer, ByHand(), DataLoader(TensorDataset(tokens), batch_size=4))
 
@@ -226,6 +234,81 @@ def test_an_epoch_of_one_batch_has_the_steps_of_longer_ones(tmp_path, limits):
     assert (many.samples, many.small_batch) == (8, None)
     assert one.trace.bytes_by_name()["all_gather"] > 0
     assert many.left_out == ["SyncBatchNorm"]
+
+
+class Endless(IterableDataset):
+    """Data without a length, whose last batch is short."""
+
+    def __iter__(self):
+        return iter(torch.arange(18 * 12).view(18, 12) % 50)
+
+
+@pytest.mark.parametrize("loader", ["table", "stream", "two"])
+def test_short_batches_are_left_out(tmp_path, loader):
+    table = DataLoader(TensorDataset(torch.zeros(18, 12, dtype=torch.long)), batch_size=16)
+    loaders = {"table": table, "stream": DataLoader(Endless(), batch_size=16)}
+
+    class Model(TokenModel):
+        def training_step(self, batch, batch_idx):
+            batch = batch["a"] if isinstance(batch, dict) else batch
+            return super().training_step([batch] if isinstance(batch, torch.Tensor) else batch, batch_idx)
+
+    def run(arguments, fit):
+        both = CombinedLoader({"a": table, "b": [torch.zeros(16)]}, "max_size")
+        trainer, _, _ = make("dense", **arguments)
+        fit(trainer, Model(Block, 24, 1), loaders.get(loader, both))
+
+    found = simulate_step(run, Cluster(CPU, 1), {}, tmp_path)
+    assert (found.samples, found.small_batch) == (16, None)
+
+
+class Measured(TokenModel):
+    """A module that logs metrics in its step."""
+
+    def __init__(self):
+        super().__init__(Block, 24, 4)
+        self.mean = MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.mean(loss)
+        self.log("mean", self.mean)
+        self.log("loss", loss)
+        return loss
+
+
+def test_a_pipeline_that_logs_metrics(tmp_path):
+    def run(arguments, fit):
+        trainer, _, data = make("dense", **arguments)
+        fit(trainer, Measured(), data)
+
+    found = simulate_step(run, Cluster(CPU, 2), {"strategy": PipelineStrategy(num_micro_batches=2)}, tmp_path)
+    assert [stage.flops > 0 for stage in found.stages] == [True, True]
+
+
+class Copying(TokenModel):
+    """A module that copies its parts where it has been moved to the device, and keeps a history on the host."""
+
+    def configure_optimizers(self):
+        self.copies = [each.detach().clone() for each in self.parameters()]
+        return super().configure_optimizers()
+
+    def on_fit_start(self):
+        self.more = [each.detach().clone() for each in self.parameters()]
+        self.elsewhere = [each.to("cpu") for each in self.more]
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        for kept, each in zip(self.elsewhere, self.parameters(), strict=True):
+            kept.lerp_(each.detach().cpu(), 0.1)
+
+
+def test_copies_are_where_their_originals_were(tmp_path):
+    def run(arguments, fit):
+        trainer, _, data = make("dense", **arguments)
+        fit(trainer, Copying(Block, 24, 1), data)
+
+    found = simulate_step(run, Cluster(DEVICES["L4-24GB"], 1), {}, tmp_path)
+    assert found.memory["other"] == 2 * found.memory["parameters"]
 
 
 def test_training_without_batches(tmp_path):

@@ -345,16 +345,16 @@ def test_an_epoch_without_end(has_length):
 
     class Repeating(L.Callback):
         def on_train_start(self, trainer, pl_module):
-            private.repeat_batches(trainer.fit_loop)
+            private.repeat_batches(trainer.fit_loop, lambda batch: batch[0, 0] != 2, 9)
 
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             seen.append((batch_idx, float(batch[0, 0]), trainer.is_last_batch, trainer.current_epoch))
 
     class Counting(torch.utils.data.IterableDataset):
         def __iter__(self):
-            return (torch.full((32,), float(number)) for number in range(2))
+            return (torch.full((32,), float(number)) for number in range(3))
 
-    data = Counting() if not has_length else [torch.full((32,), float(number)) for number in range(2)]
+    data = Counting() if not has_length else [torch.full((32,), float(number)) for number in range(3)]
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = L.Trainer(accelerator="cpu", max_steps=5, enable_model_summary=False, callbacks=[Repeating()], **quiet)
     trainer.fit(BoringModel(), torch.utils.data.DataLoader(data))
