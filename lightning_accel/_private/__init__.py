@@ -52,6 +52,7 @@ REPLACED = {
     "nn/deferred_weights.py": {"forward": "hooks see weights when they are computed, and a new class loses the place"},
     "nn/message_passing.py": {"propagate": "hooks see messages when they are computed, and cannot stand in for them"},
     "nn/recurrent/fused.py": {"forward": "another layer would lose its hooks and its place, a class its methods"},
+    "planning/simulation.py": {"setup_optimizers": "no hook comes between the move of a module and its optimizers"},
     "strategies/data_parallel.py": {"log": "replicas log from threads, once for all"},
     "strategies/pipeline/logging.py": {"log": "micro-batches log once for all"},
     "strategies/pipeline/random.py": {"__call__": "hooks of a layer draw from its generator, too"},
