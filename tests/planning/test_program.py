@@ -75,6 +75,7 @@ def test_what_does_not_fit_is_told_where_it_would(capsys):
     assert found.best is None
     candidate, larger = found.fits_from
     assert candidate.arguments == {"activation_checkpointing": True}
+    assert (larger.per_machine > 1, larger.machines) == (True, 2)
     assert next(
         one for one in plan(runs, device, larger.size).options if one.candidate.arguments == candidate.arguments
     ).fits
@@ -186,6 +187,26 @@ def test_nothing_of_the_runs_is_left():
     gc.collect()
     assert len(made) > 8
     assert [each() for each in made if each() is not None] == []
+
+
+def test_checkpointing_of_no_block_is_no_option_of_its_own():
+    class Flat(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Embedding(50, 8)
+
+        def training_step(self, batch, batch_idx):
+            return self.table(batch[0]).sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def made(**options):
+        trainer, _, data = make("dense", **options)
+        return trainer, Flat(), data
+
+    found = plan(made, "2xL4-24GB")
+    assert {option.candidate.name for option in found.options} == {"as configured", "ddp", "fsdp2", "pipeline of 2"}
 
 
 def test_one_device_has_the_strategy_of_the_run():

@@ -96,6 +96,15 @@ def test_parts_of_a_tensor_share_its_storage(simulated):
     assert parts[1].storage_offset() == 2
 
 
+def test_sizes_of_operations_that_look_alike(simulated):
+    assert (torch.empty(4, 6) + 1).stride() == (6, 1)
+    assert (torch.empty(6, 4).t() + 1).stride() == (1, 4)
+    large = 2**22 + 1
+    assert torch.full((large,), 1).dtype == torch.int64
+    assert torch.full((large,), 1.0).dtype == torch.float32
+    assert torch.full((large,), True).dtype == torch.bool
+
+
 def test_arguments_that_are_written_come_back(simulated):
     norm = nn.BatchNorm1d(3)
     mean = norm.running_mean

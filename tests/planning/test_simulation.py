@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Timer, TQDMProgressBar
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import MeanMetric
@@ -282,7 +283,9 @@ def test_a_pipeline_that_logs_metrics(tmp_path):
         trainer, _, data = make("dense", **arguments)
         fit(trainer, Measured(), data)
 
+    before = rank_zero_only.rank
     found = simulate_step(run, Cluster(CPU, 2), {"strategy": PipelineStrategy(num_micro_batches=2)}, tmp_path)
+    assert rank_zero_only.rank == before == 0
     assert [stage.flops > 0 for stage in found.stages] == [True, True]
 
 
@@ -360,6 +363,7 @@ def test_what_the_host_holds_is_not_in_the_memory_of_a_gpu(tmp_path, device):
 
     found = simulate_step(run, Cluster(DEVICES.get(device, CPU), 1), {}, tmp_path / "logs")
     assert list(tmp_path.glob("mine*")) == []
+    assert sum(found.memory.values()) == found.peak
     module = held[0]
     parameters, teacher = (sum(4 * one.numel() for one in each.parameters()) for each in (module, module.teacher[0]))
     if device == "cpu":
