@@ -14,14 +14,15 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 def test_the_peak_is_that_since_the_beginning():
-    before = torch.ones(40 * MIB, dtype=torch.uint8)
+    """By blocks of more than 32 MiB, which glibc never takes from its heap, where memory may be left."""
+    before = torch.ones(60 * MIB, dtype=torch.uint8)
     del before
     held = torch.ones(20 * MIB, dtype=torch.uint8)
     peak = PeakMemory(torch.device("cpu"))
     assert peak.read() < 5 * MIB  # neither what was freed nor what is held
-    freed = torch.ones(30 * MIB, dtype=torch.uint8)
+    freed = torch.ones(40 * MIB, dtype=torch.uint8)
     del freed
-    assert peak.read() == pytest.approx(30 * MIB, abs=5 * MIB)
+    assert peak.read() == pytest.approx(40 * MIB, abs=5 * MIB)
     assert held.numel()
 
 

@@ -304,6 +304,10 @@ class Copying(TokenModel):
         for kept, each in zip(self.elsewhere, self.parameters(), strict=True):
             kept.lerp_(each.detach().cpu(), 0.1)
 
+    def training_step(self, batch, batch_idx):
+        self.history = [kept * number for kept in self.elsewhere for number in range(100)]
+        return super().training_step(batch, batch_idx)
+
 
 def test_copies_are_where_their_originals_were(tmp_path):
     def run(arguments, fit):
@@ -312,6 +316,7 @@ def test_copies_are_where_their_originals_were(tmp_path):
 
     found = simulate_step(run, Cluster(DEVICES["L4-24GB"], 1), {}, tmp_path)
     assert found.memory["other"] == 2 * found.memory["parameters"]
+    assert found.memory["activations"] < 100 * found.memory["parameters"]
 
 
 def test_training_without_batches(tmp_path):

@@ -362,7 +362,7 @@ def test_a_server_that_still_imports_is_not_waited_for(tmp_path, monkeypatch):
     one = server_of("import time; time.sleep(20)")
 
     with monkeypatch.context() as patched:
-        patched.setattr(fork_server.select, "select", Mock(side_effect=KeyboardInterrupt))
+        patched.setattr(fork_server.connection, "wait", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             one.fork(tmp_path / "trial.json", tmp_path / "output.txt")
     one.stop()
