@@ -84,7 +84,7 @@ def _names_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 @contextmanager
 def _transfers(memory: LiveMemory) -> Iterator[None]:
-    """Let moves to the other device make copies once training has begun, which is when there is a phase."""
+    """Let moves to the other device make copies once the module has moved, which is when there is a phase."""
 
     def copied(tensor: Tensor, moved: Any, is_from_host: bool) -> Any:
         is_there = moved is tensor and bool(memory.phase) and tensor.layout == torch.strided

@@ -267,6 +267,7 @@ class _Watch(L.Callback):
         def labelled(trainer: L.Trainer) -> None:
             self.mode.take(module)
             self._label_module(module, [])
+            self.memory.phase = "between"
             setup_optimizers(trainer)
 
         strategy.setup_optimizers = labelled
@@ -288,7 +289,6 @@ class _Watch(L.Callback):
         trainer.val_check_batch = math.inf
         # whose numbers of steps are those of the fit
         loops[1].update_lr_schedulers = lambda *_, **__: None  # type: ignore[method-assign]
-        self.memory.phase = "between"
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         trainer.should_stop = True  # batches cannot be repeated
