@@ -47,7 +47,7 @@ class Peers:
         """Keep the values of a tensor, if it has any, for another process."""
         if to > self.rank:
             has_values = self._has_values(tensor)
-            values = tensor.detach().contiguous().view(torch.uint8).numpy().tobytes() if has_values else None
+            values = tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes() if has_values else None
             self._tensors[self.rank, to].append(values)
 
     def receive(self, tensor: Tensor, source: int) -> None:
@@ -64,11 +64,8 @@ class Peers:
         if not 0 <= number < len(sent):
             raise Unanswered
         self._received[source] += 1
-        if (values := sent[number]) is not None:
-            whole = (
-                tensor.detach().view(-1).view(torch.uint8).numpy()
-            )  # memory of tensors that have no values otherwise
-            whole[:] = np.frombuffer(values, np.uint8)
+        if values := sent[number]:  # into the memory, since operations on what has no values compute nothing
+            tensor.detach().view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(values, np.uint8)
 
     def say(self, kind: str, ranks: tuple[int, ...], value: Any) -> int:
         """Keep an object for all processes of a group; return which of its kind there it is."""

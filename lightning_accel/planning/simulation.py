@@ -94,11 +94,11 @@ class Simulation:
 def simulate_step(run: Run, cluster: Cluster, options: Mapping[str, Any], folder: Path) -> Simulation:
     """Run two optimizer steps of a fit as the first process of a cluster, and measure the second.
 
+    Both belong to one epoch, for which batches are repeated if they are too few, and short ones left out. Nothing is
+    saved by ``torch.save`` or the Trainer, since weights have no values.
+
     A pipeline's third step is measured, with which its schedule begins; its stages are simulated one after another,
     twice, since in the first step each waits for what the last one says. Its layers are split by their parameters.
-
-    Both belong to one epoch, for which batches are repeated if they are too few. Nothing is saved by ``torch.save`` or
-    the Trainer, since weights have no values.
 
     Args:
         run: called with arguments for the Trainer and a function, to which it must pass the Trainer that it makes with

@@ -100,6 +100,8 @@ def test_processes_that_are_simulated_one_after_another():
             gradient, vote = torch.zeros(3), torch.zeros(1, dtype=torch.int32)
             if rank == 0:
                 dist.send(torch.tensor([1.0, 2.0]), 1)
+                dist.send(torch.tensor(3.0), 1)
+                dist.send(torch.empty(0), 1)
                 dist.recv(gradient, 1)
                 dist.send(torch.tensor([5], dtype=torch.int32), 1)
                 dist.recv(vote, 1)
@@ -108,6 +110,9 @@ def test_processes_that_are_simulated_one_after_another():
                 arrived = torch.zeros(2)
                 dist.recv(arrived, 0)
                 assert arrived.tolist() == [1.0, 2.0]
+                dist.recv(number := torch.zeros(()), 0)
+                assert number == 3.0
+                dist.recv(torch.empty(0), 0)
                 dist.send(gradient, 0)
                 dist.recv(vote, 0)
                 dist.send(vote, 0)
