@@ -46,37 +46,78 @@ class ResumableSampler(DistributedSampler[Any]):
     def __init__(self, dataset: Dataset[Any], batch_size: int, num_replicas: int, rank: int, seed: int) -> None:
         super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=True, seed=seed, drop_last=True)
         self.batch_size = batch_size
-        self.start: dict[int, int] = {}
+        self.position = RowPosition(len(dataset), batch_size * num_replicas)  # type: ignore[arg-type]  # its length is known
 
     def resume_at(self, epoch: int, rows: int) -> None:
         """Skip the first ``rows`` items, counted over all processes, when ``epoch`` is iterated."""
-        self.start = {epoch: rows}
-
-    @property
-    def items_per_step(self) -> int:
-        return self.batch_size * self.num_replicas
+        self.position.load({"epoch": epoch, "rows": rows})
 
     @property
     def first_batch(self) -> int:
-        return self.start.get(self.epoch, 0) // self.items_per_step
+        return self.position.first_batch(self.epoch)
 
     def state_after(self, epoch: int, batches: int) -> dict[str, Any]:
-        return {"epoch": epoch, "rows": batches * self.items_per_step}
+        return self.position.state_after(epoch, batches)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.resume_at(state_dict["epoch"], state_dict["rows"])
+        self.position.load(state_dict)
 
     def __len__(self) -> int:
-        return len(self.dataset) // self.items_per_step * self.batch_size  # type: ignore[arg-type]  # its length is known
+        return self.position.steps * self.batch_size
 
     def __iter__(self) -> Iterator[int]:
         order = torch.randperm(
             len(self.dataset),  # type: ignore[arg-type]
             generator=torch.Generator().manual_seed(self.seed + self.epoch),
-        )[self.start.pop(self.epoch, 0) :]
-        steps = len(order) // self.items_per_step
-        batches = order[: steps * self.items_per_step].view(steps, self.num_replicas, self.batch_size)
+        )[self.position.start(self.epoch) :]
+        steps = len(order) // self.position.size
+        batches = order[: steps * self.position.size].view(steps, self.num_replicas, self.batch_size)
         return iter(batches[:, self.rank].flatten().tolist())
+
+
+class RowPosition:
+    """Count the rows that all processes together have taken in an epoch, in steps of ``size`` rows.
+
+    A run that resumes with steps of another size starts where the other stopped. It counts what it has not done of an
+    epoch in its own steps, and its batches such that the last one has the number that it has in a whole epoch.
+
+    Args:
+        num_rows: rows of an epoch, of which those that do not fill a step are dropped.
+        size: rows of a step, over all processes.
+    """
+
+    def __init__(self, num_rows: int, size: int) -> None:
+        self.num_rows = num_rows
+        self.size = size
+        self._resumed: tuple[int, int, int] | None = None  # epoch, rows and batches of a loaded state
+        self._begun: int | None = None  # that epoch, once it was iterated
+
+    @property
+    def steps(self) -> int:
+        return self.num_rows // self.size
+
+    def load(self, state: dict[str, Any]) -> None:
+        rows: int = state["rows"]
+        batches = self.steps - (self.num_rows - rows) // self.size
+        if state.get("size", 0) == self.size:
+            batches = state["batches"]
+        self._resumed, self._begun = (state["epoch"], rows, batches), None
+
+    def first_batch(self, epoch: int) -> int:
+        """Return the number of the batch that the next iteration of ``epoch`` begins with."""
+        resumed = self._resumed
+        return 0 if resumed is None or resumed[0] != epoch or self._begun == epoch else resumed[2]
+
+    def start(self, epoch: int) -> int:
+        """Return how many rows an iteration of ``epoch`` skips, which begins."""
+        resumed, begun = self._resumed, self._begun
+        self._begun = epoch
+        return 0 if resumed is None or resumed[0] != epoch or begun == epoch else resumed[1]
+
+    def state_after(self, epoch: int, batches: int) -> dict[str, Any]:
+        first, rows = (self._resumed[2], self._resumed[1]) if self._resumed and self._resumed[0] == epoch else (0, 0)
+        rows = rows + (batches - first) * self.size if batches >= first else batches * self.size
+        return {"epoch": epoch, "rows": rows, "batches": batches, "size": self.size}
 
 
 class ResumableLoader(DataLoader[Any]):
@@ -99,6 +140,9 @@ class ResumableLoader(DataLoader[Any]):
         if state_dict and isinstance(self.sampler, Resumable):
             self.sampler.load_state_dict(state_dict)
             self._loaded_epoch = state_dict["epoch"]
+            position = getattr(self.sampler, "position", None)
+            if isinstance(position, RowPosition) and isinstance(self.progress, TrainerProgress):
+                self.progress.renumber(position.first_batch(state_dict["epoch"]))
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # A generator, so that workers start with the first batch: the Trainer makes an iterator before it sets the
@@ -132,15 +176,30 @@ def replicas_and_rank(datamodule: L.LightningDataModule) -> tuple[int, int]:
     return (1, 0) if sampler_kwargs is None else (sampler_kwargs["num_replicas"], sampler_kwargs["rank"])
 
 
-def progress_of(trainer: L.Trainer) -> Callable[[], tuple[int, int]]:
-    """Return a function for :attr:`ResumableLoader.progress` that reads the progress of ``trainer``."""
+class TrainerProgress:
+    """Read, or renumber, the batches of an epoch that a Trainer has finished."""
 
-    def progress() -> tuple[int, int]:
-        loop: Any = trainer.fit_loop
+    def __init__(self, trainer: L.Trainer) -> None:
+        self._trainer = trainer
+
+    def __call__(self) -> tuple[int, int]:
+        """Return the epoch and the number of its finished batches."""
+        loop: Any = self._trainer.fit_loop
         epochs, done = loop.epoch_progress.current, loop.epoch_loop.batch_progress.current.processed
         # The Trainer resets its count of batches with the first batch of the next epoch, not after the last of one. An
         # epoch that max_steps ends is counted as processed, even if it was not finished.
-        within = 0 < done < trainer.num_training_batches and epochs.started
+        within = 0 < done < self._trainer.num_training_batches and epochs.started
         return (epochs.started - 1, done) if within else (epochs.started if done else epochs.processed, 0)
 
-    return progress
+    def renumber(self, batches: int) -> None:
+        """Count ``batches`` as finished, where the checkpoint counts those of another number of processes."""
+        loop: Any = self._trainer.fit_loop
+        current = loop.epoch_loop.batch_progress.current
+        added = batches - current.processed if batches else 0
+        for name in ("ready", "started", "processed", "completed"):  # the last one less, if saved before it was counted
+            setattr(current, name, getattr(current, name) + added)
+
+
+def progress_of(trainer: L.Trainer) -> TrainerProgress:
+    """Return what :attr:`ResumableLoader.progress` calls to read the progress of ``trainer``."""
+    return TrainerProgress(trainer)

@@ -300,7 +300,7 @@ def test_a_loader_tells_the_rows_of_all_processes():
     loader = ResumableLoader(range(50), batch_size=4, sampler=ResumableSampler(range(50), 4, 3, 1, seed=3))
     assert loader.state_dict() == {}
     loader.progress = lambda: (2, 3)
-    assert loader.state_dict() == {"epoch": 2, "rows": 36}
+    assert loader.state_dict() == {"epoch": 2, "rows": 36, "batches": 3, "size": 12}
 
 
 class Recorder(L.LightningModule):
@@ -333,7 +333,7 @@ def run(folder, module, ckpt_path=None, kept="kept", **kwargs):
         enable_model_summary=False,
         limit_val_batches=0,
     )
-    data = TextDataModule(folder, CONTEXT, batch_size=20, **kwargs)
+    data = TextDataModule(folder, **{"batch_size": 20, "context_length": CONTEXT, **kwargs})
     trainer.fit(module, data, ckpt_path=ckpt_path)
     return module
 
@@ -349,6 +349,23 @@ def test_a_killed_run_goes_on_with_the_next_batch(folder, step):
     resumed = run(folder, Recorder(), folder / "killed" / f"step={step}.ckpt", kept="resumed")
     assert resumed.batches == whole.batches[step:]
     assert resumed.weight.equal(whole.weight)
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@pytest.mark.parametrize("sizes", [(20, 8, 12), (8, 20, 7)], ids=str)
+def test_an_epoch_that_is_resumed_twice_takes_each_window_once(tmp_path, sizes):
+    """Batches of another size change the rows of a step as another number of processes does."""
+    (tmp_path / "numbers.txt").write_text("".join(f"{number:07d} " for number in range(300)))
+    taken, ckpt_path, left = [], None, 0
+    for stop, size in zip((3, 6, None), sizes, strict=True):
+        module = run(tmp_path, Recorder(), ckpt_path, f"until{stop}", batch_size=size, context_length=7)
+        done = len(taken)
+        batches = module.batches[: 3 if stop else left // size]
+        taken += [tuple(window) for batch in batches for window in batch]
+        left = 268 - len(taken)
+        ckpt_path = tmp_path / f"until{stop}" / f"step={stop}.ckpt"
+    assert len({*taken}) == len(taken) == done + (268 - done) // sizes[2] * sizes[2]
+    assert len(module.batches) == (268 - done) // sizes[2] + 268 // sizes[2]
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
