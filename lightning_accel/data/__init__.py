@@ -11,6 +11,8 @@ from lightning_accel.data.sequences.datamodule import SequenceDataModule
 from lightning_accel.data.sequences.files import SequenceLayout
 from lightning_accel.data.sequences.length_sampler import LengthBatchSampler, length_batch_loader
 from lightning_accel.data.sequences.splits import GeneratedSequences
+from lightning_accel.data.shards.loader import shard_loader
+from lightning_accel.data.shards.options import ShardOptions
 from lightning_accel.data.tables.datamodule import CSVFormat, TabularDataModule
 from lightning_accel.data.text.datamodule import TextDataModule
 
@@ -38,10 +40,12 @@ __all__ = [
     "SequenceBatch",
     "SequenceDataModule",
     "SequenceLayout",
+    "ShardOptions",
     "TabularDataModule",
     "TextDataModule",
     "length_batch_loader",
     "read_idx",
+    "shard_loader",
 ]
 
 # Importing torch_geometric takes seconds

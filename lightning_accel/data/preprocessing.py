@@ -1,5 +1,6 @@
 """Preprocessing of datamodules as torch modules, to be exported with a model. Shapes: B rows, D features, K columns."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,30 +38,57 @@ class RawColumns(nn.Module):
     its list in ``columns``, and any other number for a category that was not in the training rows.
 
     Args:
-        encoder: a fitted ColumnTransformer of a pipeline ``number`` (median imputation with missing indicators, then
-            standardization) and a one-hot ``category``.
+        columns: name of each column and its list of ``categories``, None for the numeric ones, which come first.
+        median: (M,) what is put for a missing value, for the M numeric columns.
+        indicated: numeric columns with a feature that is 1 where the value is missing.
+        mean: (M + I,) subtracted from the numbers and the I indicators.
+        scale: (M + I,) divides them.
     """
 
     median: Tensor
     mean: Tensor
     scale: Tensor
 
-    def __init__(self, encoder: "ColumnTransformer") -> None:
+    def __init__(
+        self, columns: Sequence[dict[str, Any]], median: Any, indicated: Sequence[int], mean: Any, scale: Any
+    ) -> None:
         super().__init__()
+        self.columns = list(columns)
+        self.num_numbers = sum(column["categories"] is None for column in columns)
+        self.indicated = list(indicated)
+        for name, values in (("median", median), ("mean", mean), ("scale", scale)):
+            self.register_buffer(name, _float64(values))
+
+    @classmethod
+    def of_encoder(cls, encoder: "ColumnTransformer") -> "RawColumns":
+        """Return the module that encodes as a fitted ColumnTransformer does.
+
+        Args:
+            encoder: has a pipeline ``number`` (median imputation with missing indicators, then standardization) and a
+                one-hot ``category``.
+        """
         chosen = {name: list(columns) for name, _, columns in encoder.transformers_}
         numbers, texts = chosen.get("number", []), chosen.get("category", [])
-        imputer, scaler = encoder.named_transformers_["number"] if numbers else (None, None)
         categories = encoder.named_transformers_["category"].categories_ if texts else []
-        self.columns: list[dict[str, Any]] = [{"name": name, "categories": None} for name in numbers]
-        self.columns += [
+        columns: list[dict[str, Any]] = [{"name": name, "categories": None} for name in numbers]
+        columns += [
             {"name": name, "categories": [str(one) for one in known]}
             for name, known in zip(texts, categories, strict=True)
         ]
-        self.num_numbers = len(numbers)
-        self.indicated = [] if imputer is None or imputer.indicator_ is None else imputer.indicator_.features_.tolist()
-        self.register_buffer("median", _float64([] if imputer is None else imputer.statistics_))
-        self.register_buffer("mean", _float64([] if scaler is None else scaler.mean_))
-        self.register_buffer("scale", _float64([] if scaler is None else scaler.scale_))
+        if not numbers:
+            return cls(columns, [], [], [], [])
+        imputer, scaler = encoder.named_transformers_["number"]
+        indicated = [] if imputer.indicator_ is None else imputer.indicator_.features_.tolist()
+        return cls(columns, imputer.statistics_, indicated, scaler.mean_, scaler.scale_)
+
+    @property
+    def feature_names(self) -> list[str]:
+        numbers = [column["name"] for column in self.columns[: self.num_numbers]]
+        return [
+            *numbers,
+            *(f"missingindicator_{numbers[place]}" for place in self.indicated),
+            *(f"{one['name']}={value}" for one in self.columns[self.num_numbers :] for value in one["categories"]),
+        ]
 
     def forward(self, rows: Tensor) -> Tensor:
         numbers = rows[:, : self.num_numbers]

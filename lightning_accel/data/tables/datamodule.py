@@ -6,17 +6,22 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_accel.data.bounds import require_at_least, require_shares
 from lightning_accel.data.digest import DIGEST, digest_of, require_same_data
 from lightning_accel.data.in_memory import BatchTensorDataset, InMemoryDataModule
 from lightning_accel.data.preprocessing import RawColumns
 from lightning_accel.data.quoting import shown
+from lightning_accel.data.shards.files import is_sharded
+from lightning_accel.data.shards.loader import datamodule_loader
+from lightning_accel.data.shards.options import ShardOptions
+from lightning_accel.data.shards.splits import Split
 from lightning_accel.data.tables.files import (
     as_numbers,
     as_text,
@@ -27,6 +32,7 @@ from lightning_accel.data.tables.files import (
     require_columns,
     split_in_three,
 )
+from lightning_accel.data.tables.sharded import ShardedTable
 from lightning_accel.ops.extras import import_on_use
 from lightning_accel.ops.names import list_of_names
 from lightning_accel.ops.options import read_options
@@ -61,13 +67,21 @@ class CSVFormat:
 
 
 class TabularDataModule(InMemoryDataModule):
-    """Load rows of a CSV or Parquet file as batches of features (B, D) float32 and classes (B,) int64.
+    """Load rows of a CSV or Parquet file, or of a folder of files, as features (B, D) float32 and classes (B,) int64.
 
     In numeric columns, missing values become the median, columns with missing values get an additional 0/1 indicator
     feature, and all are standardized to mean 0 and variance 1. Text columns are one-hot encoded, with a missing value
     as a category of its own. The encoding is fitted on the training rows alone; a category that they lack is all zeros.
     A column that mixes numbers and text is an error unless ``categorical`` names it. Splits are stratified by class,
     and the same file and ``seed`` give the same split on every machine.
+
+    **More than fits in memory.** A folder, a pattern or a URL (``s3://bucket/table``, see
+    :func:`lightning_accel.data.shard_loader`) of Parquet, Arrow or JSON lines files is read ahead of training, block by
+    block: row groups of Parquet, record batches of Arrow, 4 MiB of lines. The first run reads all of them once, for the
+    statistics, and keeps these in ``shards.cache_dir``. Files in folders ``train``, ``val`` and ``test``, or named
+    ``train-00000.parquet`` and the like, are for what they say; else whole blocks are the splits, evenly spread over
+    the files. Medians are those of up to 2 ** 24 values of all columns together. A run resumed in mid-epoch continues
+    with the next row, also on another number of processes.
 
     After ``setup``: ``num_features``, ``num_classes``, ``class_names`` (sorted) and ``feature_names``, such as
     ``length``, ``colour=red`` and ``missingindicator_length``.
@@ -76,7 +90,7 @@ class TabularDataModule(InMemoryDataModule):
     error, since the model would read features it was not trained on, or be tested on rows it was trained on.
 
     Args:
-        path: file with a header: ``.csv``, ``.csv.gz`` or ``.parquet``.
+        path: file with a header: ``.csv``, ``.csv.gz`` or ``.parquet``; or a folder, pattern or URL of files.
         target: column of the classes.
         categorical: columns of numbers, or of numbers and text, to read as categories.
         exclude: columns that are no features, such as a key.
@@ -85,9 +99,10 @@ class TabularDataModule(InMemoryDataModule):
         test_share: share of the rows that test.
         seed: seed of the splits.
         batch_size: samples per process and step.
-        num_workers: workers that load batches; 0 is fastest, since the rows are in memory.
+        num_workers: workers that load batches; 0 is fastest, since the rows are in memory, or threads read them.
         predict_path: file of rows to predict, with the same feature columns, with or without the target; by default the
-            test rows.
+            test rows. Where ``path`` is a folder, this is one, too.
+        shards: how a folder of files is read, see :class:`lightning_accel.data.ShardOptions`.
 
     Raises:
         FileNotFoundError: if a file does not exist.
@@ -124,13 +139,23 @@ class TabularDataModule(InMemoryDataModule):
         batch_size: int = 64,
         num_workers: int = 0,
         predict_path: str | Path | None = None,
+        shards: ShardOptions = ShardOptions(),
     ) -> None:
         super().__init__()
-        require_at_least(1, batch_size=batch_size)
+        self.shards = read_options(ShardOptions, shards)
+        require_at_least(1, batch_size=batch_size, shuffle_bytes=self.shards.shuffle_bytes)
         require_at_least(0, seed=seed, num_workers=num_workers)
         require_shares(val_share, test_share)
-        self.path = existing_file(path)
-        self.predict_path = None if predict_path is None else existing_file(predict_path)
+        self.is_sharded = is_sharded(path)
+        self.path = path if self.is_sharded else existing_file(path)
+        self.predict_path = predict_path
+        if predict_path is not None and not self.is_sharded:
+            self.predict_path = existing_file(predict_path)
+        if self.is_sharded and (num_workers or read_options(CSVFormat, csv) != CSVFormat()):
+            raise ValueError(
+                f"{path} is a folder or URL of files, which threads read: csv and num_workers have no effect on them; "
+                "leave these out"
+            )
         self.target = target
         self.categorical = list_of_names(categorical)
         self.exclude = list_of_names(exclude)
@@ -141,13 +166,23 @@ class TabularDataModule(InMemoryDataModule):
         self.batch_size = batch_size
         self.num_workers = num_workers
 
+    def prepare_data(self) -> None:
+        """List the blocks of a folder and collect its statistics, in one process per machine."""
+        if self.is_sharded:
+            self._sharded_table()
+
     def setup(self, stage: str | None = None) -> None:
-        if hasattr(self, "train_rows"):  # the Trainer calls setup once per stage
+        if hasattr(self, "num_classes"):  # the Trainer calls setup once per stage
             return
+        if self.is_sharded:
+            self._table = self._sharded_table()
+            self.feature_names, self.class_names = self._table.feature_names, self._table.class_names
+            self.num_features, self.num_classes = len(self.feature_names), len(self.class_names)
+            return
+        assert isinstance(self.path, Path)
         table = self._read(self.path, [self.target, *self.categorical])
         require_columns(table, [self.target, *self.categorical, *self.exclude], self.path)
         labels, self.class_names = read_classes(table[self.target], self.path)
-        self.num_classes = len(self.class_names)
         shares = self.val_share, self.test_share
         train, val, test = split_in_three(labels, len(labels), shares, self.seed, self.path)
         self._feature_columns = [c for c in table.columns if c != self.target and c not in self.exclude]
@@ -174,22 +209,47 @@ class TabularDataModule(InMemoryDataModule):
         )
         self.predict_rows = BatchTensorDataset(self.test_rows.tensors[0])
         if self.predict_path is not None:
+            assert isinstance(self.predict_path, Path)
             table = self._read(self.predict_path, [name for name, number in is_number.items() if not number])
             require_columns(table, self._feature_columns, self.predict_path)
             features, _ = self._read_features(table, self.predict_path, is_number)
             self.predict_rows = BatchTensorDataset(_to_tensor(encoder.transform(features)))
+        self.num_classes = len(self.class_names)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return self._loader("train") if self.is_sharded else super().train_dataloader()
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self._loader("val") if self.is_sharded else super().val_dataloader()
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        return self._loader("test") if self.is_sharded else super().test_dataloader()
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        return self._loader("predict") if self.is_sharded else super().predict_dataloader()
+
+    def _sharded_table(self) -> ShardedTable:
+        shares = self.val_share, self.test_share
+        return ShardedTable(self.path, self.target, self.categorical, self.exclude, shares, self.seed, self.shards)
+
+    def _loader(self, split: Split | Literal["predict"]) -> DataLoader[Any]:
+        blocks = self._table.splits["test" if split == "predict" else split]
+        if split == "predict" and self.predict_path is not None:
+            blocks = self._table.to_predict(self.predict_path, self.shards)
+        reading = self._table.reading(with_target=split != "predict")
+        return datamodule_loader(self, blocks, reading, self.batch_size, self.shards, self.seed, split)
 
     def preprocessing(self) -> RawColumns:
         """Return the module that encodes rows of the table as features, for exported models that take raw rows."""
-        return RawColumns(self._encoder)
+        return self._table.encoder if self.is_sharded else RawColumns.of_encoder(self._encoder)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "columns": self.feature_names,
             "classes": self.class_names,
             "split": [self.seed, self.val_share, self.test_share],
-            "means of the training rows": self._centres,
-            DIGEST: self._digest,
+            "means of the training rows": self._table.encoder.mean.tolist() if self.is_sharded else self._centres,
+            DIGEST: self._table.digest if self.is_sharded else self._digest,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

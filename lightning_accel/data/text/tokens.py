@@ -1,7 +1,6 @@
 """Texts as one stream of token ids, memory-mapped from disk. Shapes: B windows of a batch, T tokens of a window."""
 
 import hashlib
-import os
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_accel.data.digest import digest_of
+from lightning_accel.data.whole_files import whole_file
 
 _CHUNK = 1 << 20  # characters that are encoded at a time
 _MOST_DIGESTED = 1 << 28  # bytes; longer streams are sampled
@@ -163,15 +163,9 @@ def map_file(path: Path, tokenizer: Tokenizer, cache: Path) -> np.ndarray:
     made_of = path.resolve(), info.st_size, *times, size, _tokenizer_digest(tokenizer, path)
     target = cache / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:32]}.bin"
     if not target.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        partial = target.with_suffix(f".{os.getpid()}")  # a killed run leaves no half-written file
-        try:
-            with partial.open("wb") as file:
-                for piece in _read_chunks(path):
-                    np.array(encode(tokenizer, piece, size), dtype=dtype).tofile(file)
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
+        with whole_file(target) as partial, partial.open("wb") as file:
+            for piece in _read_chunks(path):
+                np.array(encode(tokenizer, piece, size), dtype=dtype).tofile(file)
     return np.memmap(target, dtype, "r") if target.stat().st_size else np.empty(0, dtype)
 
 

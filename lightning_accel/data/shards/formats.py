@@ -1,0 +1,210 @@
+"""Readers of the blocks of a file: row groups of Parquet, record batches of Arrow, ranges of lines of JSON."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from lightning_accel.data.quoting import cut
+from lightning_accel.data.shards.files import ShardFiles
+from lightning_accel.ops.extras import import_on_use
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.json as pj
+    import pyarrow.parquet as pq
+else:
+    pa = import_on_use("pyarrow")
+    pj = import_on_use("pyarrow.json")
+    pq = import_on_use("pyarrow.parquet")
+
+_LINES_BYTES = 4 << 20  # of a block of lines
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}  # bytes of a value of Parquet
+
+
+@dataclass
+class FileBlocks:
+    """Hold where the blocks of a file are.
+
+    Args:
+        schema: names and types of its columns.
+        rows: rows of each block.
+        nbytes: bytes of each block in memory, about.
+        places: for each block, the number of its row group or record batch and 0, or its first and last byte.
+    """
+
+    schema: pa.Schema
+    rows: list[int]
+    nbytes: list[int]
+    places: list[tuple[int, int]]
+
+
+def list_blocks(files: ShardFiles, file: int) -> FileBlocks:
+    """List the blocks of a file; JSON lines are read once for it, of other files only descriptions.
+
+    Raises:
+        ValueError: if it cannot be read as what its suffix says.
+    """
+    try:
+        match files.kind:
+            case ".parquet":
+                with files.fs.open(files.path_of(file)) as opened, pq.ParquetFile(opened) as parquet:
+                    return _row_groups(parquet)
+            case ".arrow" | ".feather":
+                batches = _record_batches(files, file)
+                schema = batches[0].schema if batches else pa.schema([])
+                sizes = [batch.num_rows for batch in batches], [batch.nbytes for batch in batches]
+                return FileBlocks(schema, *sizes, [(number, 0) for number in range(len(batches))])
+            case _:
+                with files.fs.open(files.path_of(file)) as opened:
+                    return _ranges_of_lines(opened)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{files.shown_path(file)} cannot be read as {files.kind}: {cut(error, 200)}") from error
+
+
+def read_block(
+    files: ShardFiles, file: int, place: tuple[int, int], schema: pa.Schema, columns: Sequence[str]
+) -> pa.Table:
+    """Read the columns of a block that :func:`list_blocks` listed, in their order, as the types of ``schema``.
+
+    Raises:
+        ValueError: if it cannot be read.
+    """
+    try:
+        match files.kind:
+            case ".parquet":
+                table = _read_row_group(files, file, place[0], columns)
+            case ".arrow" | ".feather":
+                table = pa.Table.from_batches([_record_batches(files, file)[place[0]]])
+            case _:
+                piece = files.fs.cat_file(files.path_of(file), *place)
+                return _parse_lines(piece, schema).select(columns)
+        wanted = pa.schema([schema.field(name) for name in columns])
+        table = table.select(columns)
+        return table if table.schema.equals(wanted) else table.cast(wanted)
+    except (pa.ArrowException, OSError, KeyError) as error:
+        where = f"{files.shown_path(file)}, {place_name(files.kind, place)},"
+        raise ValueError(f"{where} cannot be read: {cut(error, 200)}") from error
+
+
+def place_name(kind: str, place: tuple[int, int]) -> str:
+    """Return what a message calls a block."""
+    match kind:
+        case ".parquet":
+            return f"row group {place[0]}"
+        case ".arrow" | ".feather":
+            return f"record batch {place[0]}"
+    return f"bytes {place[0]} to {place[1]}"
+
+
+def _row_groups(file: pq.ParquetFile) -> FileBlocks:
+    metadata = file.metadata
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    places = [(number, 0) for number, group in enumerate(groups) if group.num_rows]
+    groups = [groups[number] for number, _ in places]
+    return FileBlocks(file.schema_arrow, [group.num_rows for group in groups], [*map(_unpacked, groups)], places)
+
+
+def _unpacked(group: Any) -> int:
+    """Return the bytes of a row group in memory, where dictionaries of numbers are unpacked."""
+    columns = [group.column(number) for number in range(group.num_columns)]
+    return sum(max(one.total_uncompressed_size, one.num_values * _WIDTHS.get(one.physical_type, 0)) for one in columns)
+
+
+def _read_row_group(files: ShardFiles, file: int, group: int, columns: Sequence[str]) -> pa.Table:
+    path = files.path_of(file)
+    if files.is_local:
+        with pq.ParquetFile(path) as parquet:
+            return parquet.read_row_group(group, columns=list(columns), use_threads=False)
+    from fsspec.parquet import open_parquet_file  # needs pyarrow
+
+    # fetches the ranges that are needed in one go, in place of one request for each column
+    with (
+        open_parquet_file(path, fs=files.fs, columns=list(columns), row_groups=[group], engine="pyarrow") as opened,
+        pq.ParquetFile(opened) as parquet,
+    ):
+        return parquet.read_row_group(group, columns=list(columns), use_threads=False)
+
+
+def _record_batches(files: ShardFiles, file: int) -> list[pa.RecordBatch]:
+    """Return the record batches of an Arrow file, memory-mapped."""
+    if not files.is_local:
+        raise ValueError(
+            f"{files.shown_path(file)} is read by memory map, which needs a local file; copy it, or take Parquet files"
+        )
+    return _map_batches(files.path_of(file), files.versions[file])
+
+
+@lru_cache(maxsize=1024)
+def _map_batches(path: str, version: str) -> list[pa.RecordBatch]:
+    source = pa.memory_map(path)
+    try:
+        reader = pa.ipc.open_file(source)
+    except pa.ArrowInvalid:  # as the package datasets writes it
+        return list(pa.ipc.open_stream(source))
+    return [reader.get_batch(number) for number in range(reader.num_record_batches)]
+
+
+def _ranges_of_lines(opened: BinaryIO) -> FileBlocks:
+    found = FileBlocks(pa.schema([]), [], [], [])
+    for start, piece in _pieces(opened):
+        table = _parse_lines(piece)
+        found.schema = join_schemas([found.schema, table.schema])
+        if table.num_rows:
+            found.rows.append(table.num_rows)
+            found.nbytes.append(table.nbytes)
+            found.places.append((start, start + len(piece)))
+    return found
+
+
+def _pieces(opened: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Yield whole lines and where they start."""
+    start, rest = 0, b""
+    while piece := opened.read(_LINES_BYTES):
+        whole, newline, after = piece.rpartition(b"\n")
+        if newline:
+            yield start, rest + whole + newline
+            start += len(rest) + len(whole) + 1
+            rest = after
+        else:
+            rest += piece
+    if rest:
+        yield start, rest
+
+
+def _parse_lines(piece: bytes, schema: pa.Schema | None = None) -> pa.Table:
+    if not piece.strip():
+        return pa.table({})
+    read = pj.ReadOptions(use_threads=False, block_size=len(piece) + 1)
+    parse = pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "ignore")
+    return pj.read_json(io.BytesIO(piece), read_options=read, parse_options=parse)
+
+
+def join_schemas(schemas: Sequence[pa.Schema]) -> pa.Schema:
+    """Return the schema to which tables of all ``schemas`` can be cast: whole numbers become floats, if some are.
+
+    Dictionaries become what they hold, and times that JSON's reader takes from texts become texts where others are.
+
+    Raises:
+        ValueError: if a column is of types that have nothing in common.
+    """
+    plain = [pa.schema([pa.field(one.name, _plain(one.type)) for one in schema]) for schema in schemas]
+    try:
+        return pa.unify_schemas(plain, promote_options="permissive")
+    except pa.ArrowException:
+        texts = [pa.schema([pa.field(one.name, _text_if_time(one.type)) for one in schema]) for schema in plain]
+    try:
+        return pa.unify_schemas(texts, promote_options="permissive")
+    except pa.ArrowException as error:
+        raise ValueError(f"a column is of one type in some rows and of another in others: {cut(error, 200)}") from error
+
+
+def _text_if_time(kind: pa.DataType) -> pa.DataType:
+    return pa.string() if pa.types.is_timestamp(kind) else kind
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    return kind.value_type if pa.types.is_dictionary(kind) else kind

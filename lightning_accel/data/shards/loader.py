@@ -1,0 +1,132 @@
+"""Loaders of shards. Shapes: B rows of a batch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import lightning as L
+from lightning.pytorch.accelerators import CUDAAccelerator
+
+from lightning_accel.data.bounds import require_at_least
+from lightning_accel.data.digest import digest_of
+from lightning_accel.data.in_memory import identity_collate
+from lightning_accel.data.samplers import ResumableLoader, progress_of, replicas_and_rank
+from lightning_accel.data.shards.blocks import Blocks, find_blocks
+from lightning_accel.data.shards.options import CACHE, SHUFFLE_BYTES, ShardOptions
+from lightning_accel.data.shards.reader import ReadOptions, ShardBatches
+from lightning_accel.data.shards.sampler import ShardSampler
+from lightning_accel.data.shards.splits import Split
+from lightning_accel.data.shards.streams import choose_streams
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+def shard_loader(
+    location: str | Path,
+    batch_size: int,
+    collate_fn: Callable[[pa.Table], Any],
+    *,
+    columns: Sequence[str] | None = None,
+    shuffle: bool = True,
+    seed: int = 0,
+    shuffle_bytes: int = SHUFFLE_BYTES,
+    cache_dir: str | Path = CACHE,
+    pin_memory: bool = False,
+) -> ResumableLoader:
+    """Make a loader of files that are larger than memory, for the Trainer on any number of processes, or your own loop.
+
+    Files are Parquet (``.parquet``), JSON lines (``.jsonl``, ``.ndjson``) or, on a local disk, Arrow (``.arrow``,
+    ``.feather``). Threads read them block by block (row group, record batch, 4 MiB of lines) ahead of training, and
+    mix up to 192 blocks at a time; each epoch takes the blocks, and the rows of each, in another order, which depends
+    on ``seed`` and the epoch alone. Every row is taken by one process, once, but for those that do not fill a batch on
+    every process, and a run resumed in mid-epoch continues with the next row, also on another number of processes.
+
+        def collate(table):
+            columns = [table[name].to_numpy() for name in ("length", "width")]
+            return torch.from_numpy(np.stack(columns, axis=1)).float(), torch.tensor(table["label"].to_numpy())
+
+        trainer.fit(model, shard_loader("s3://bucket/flowers/train", 64, collate))
+
+    Args:
+        location: folder, pattern such as ``data/part-*.parquet``, or URL of one that fsspec opens, such as ``s3://``,
+            ``gs://`` or ``hf://``.
+        batch_size: B, rows per process and step.
+        collate_fn: makes a batch of a table of B rows; threads call it, so that random numbers must be its own.
+        columns: columns to read; by default all.
+        shuffle: whether the rows are shuffled and the last ones dropped, as in training; else each is taken, in the
+            order of the files.
+        seed: seed of the order.
+        shuffle_bytes: bytes of blocks in memory that are mixed at a time, over all processes.
+        cache_dir: folder where the list of the blocks is kept, so that it is made once.
+        pin_memory: whether to pin memory, for copies to a GPU.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ModuleNotFoundError: if the package of the URL's protocol is not installed.
+        ValueError: if a number is out of range, or files cannot be read, are of several kinds, lack a column or have
+            fewer rows than a batch.
+    """
+    require_at_least(1, batch_size=batch_size, shuffle_bytes=shuffle_bytes)
+    require_at_least(0, seed=seed)
+    blocks = find_blocks(location, Path(cache_dir))
+    names = blocks.schema.names if columns is None else list(columns)
+    blocks.require_columns(names)
+    options = ReadOptions(names, collate_fn)
+    sampler_options = {"seed": seed} if shuffle else {"shuffle": False}
+    return loader_of_blocks(blocks, options, batch_size, shuffle_bytes, sampler_options, pin_memory)
+
+
+def loader_of_blocks(
+    blocks: Blocks,
+    options: ReadOptions,
+    batch_size: int,
+    shuffle_bytes: int,
+    sampler_options: dict[str, Any],
+    pin_memory: bool = False,
+) -> ResumableLoader:
+    """Return a loader of the batches of a sampler with ``sampler_options``, see :class:`ShardSampler`.
+
+    Raises:
+        ValueError: if the rows do not fill a batch.
+    """
+    shuffle = sampler_options.get("shuffle", True)
+    streams = choose_streams(blocks.rows, blocks.nbytes, shuffle_bytes) if shuffle else None
+    digest = digest_of([blocks.digest()], [str(streams), str(options.sorted_rows)])
+    sampler = ShardSampler(blocks.num_rows, batch_size, digest, **sampler_options)
+    if shuffle and not len(sampler):
+        raise ValueError(
+            f"{blocks.num_rows} rows train, fewer than batch_size={batch_size} on each of {sampler.dealt_to[0]} "
+            "processes; give more rows, or a smaller batch_size"
+        )
+    rows = ShardBatches(blocks, options, streams, sampler.seed if shuffle else None, sampler.exact)
+    return ResumableLoader(rows, batch_size=None, sampler=sampler, collate_fn=identity_collate, pin_memory=pin_memory)
+
+
+def datamodule_loader(
+    datamodule: L.LightningDataModule,
+    blocks: Blocks,
+    reading: ReadOptions,
+    batch_size: int,
+    shards: ShardOptions,
+    seed: int,
+    split: Split | Literal["predict"],
+) -> ResumableLoader:
+    """Return the loader of a datamodule for a split of its blocks, for the processes of its Trainer.
+
+    Only rows that train are shuffled; rows to predict are taken once, and others as often as Lightning takes them.
+
+    Raises:
+        ValueError: if the rows do not fill a batch.
+    """
+    options: dict[str, Any] = dict(zip(("num_replicas", "rank"), replicas_and_rank(datamodule), strict=True))
+    options |= {"seed": seed} if split == "train" else {"shuffle": False, "exact": split == "predict"}
+    on_cuda = datamodule.trainer is not None and isinstance(datamodule.trainer.accelerator, CUDAAccelerator)
+    loader = loader_of_blocks(blocks, reading, batch_size, shards.shuffle_bytes, options, on_cuda)
+    warnings.filterwarnings("ignore", message=".*does not have many workers", category=UserWarning)  # threads read
+    if split == "train" and datamodule.trainer is not None:
+        loader.progress = progress_of(datamodule.trainer)
+    return loader

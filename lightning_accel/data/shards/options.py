@@ -1,0 +1,21 @@
+"""Options of datamodules that read shards."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+SHUFFLE_BYTES = 1 << 30
+CACHE = Path("~/.cache/lightning_accel/shards")
+
+
+@dataclass(frozen=True)
+class ShardOptions:
+    """Hold how a folder or URL of files is read that is larger than memory.
+
+    Args:
+        shuffle_bytes: bytes of blocks (row groups, record batches, 4 MiB of lines) that are mixed at a time, over all
+            processes; up to 192 blocks are.
+        cache_dir: folder where the list of the blocks and the statistics of the rows are kept until a file changes.
+    """
+
+    shuffle_bytes: int = SHUFFLE_BYTES
+    cache_dir: str | Path = CACHE

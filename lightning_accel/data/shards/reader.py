@@ -1,0 +1,300 @@
+"""Batches of rows of shards, read ahead of training by threads. Shapes: B rows of a batch, S streams."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lightning_accel.data.shards.blocks import Blocks
+from lightning_accel.data.shards.sampler import Step, positions_of
+from lightning_accel.data.shards.streams import StreamPlan
+from lightning_accel.ops.extras import import_on_use
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+else:
+    pa = import_on_use("pyarrow")
+
+Rows: TypeAlias = "pa.Table | tuple[Tensor, ...]"
+
+_AHEAD_ROWS = 4096  # largest number of rows that are gathered at once
+_AHEAD_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """Hold what is read of blocks, and what batches are made of it.
+
+    Args:
+        columns: columns to read.
+        collate: makes a batch of the Rows of one.
+        encode: makes Rows of the table of a block; by default the table itself.
+        sort_by: returns a key of each of some Rows, (B,), by which those that stand together in a stream are sorted, so
+            that batches hold rows of similar keys.
+        sorted_rows: rows over all processes that are sorted together, a multiple of those of a step, which then must
+            not change with the number of processes.
+    """
+
+    columns: Sequence[str]
+    collate: Callable[[Any], Any]
+    encode: Callable[[pa.Table], Rows] | None = None
+    sort_by: Callable[[Any], np.ndarray] | None = None
+    sorted_rows: int = 0
+
+
+class ShardBatches(Dataset[Any]):
+    """Read the batch of a :class:`~lightning_accel.data.shards.sampler.Step`, and those that follow, ahead of time.
+
+    Threads read, since what takes the time, reading and unpacking, needs no interpreter lock; so that the blocks that
+    are open are in memory once, not once in each of several worker processes.
+
+    Args:
+        blocks: blocks whose rows are read.
+        options: what of them.
+        streams: number of streams of a plan; None for one for each process.
+        seed: seed of the order; None for the order of the files.
+        exact: as :class:`~lightning_accel.data.shards.sampler.ShardSampler` has it.
+    """
+
+    def __init__(
+        self, blocks: Blocks, options: ReadOptions, streams: int | None, seed: int | None, exact: bool = False
+    ) -> None:
+        self.blocks = blocks
+        self.options = options
+        self.streams = streams
+        self.seed = seed
+        self.exact = exact
+        self._reading: _Reading | None = None
+
+    def __len__(self) -> int:
+        return self.blocks.num_rows
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_reading": None}
+
+    def __getitem__(self, step: Step) -> Any:
+        if not isinstance(step, Step):
+            raise TypeError(
+                "a loader of shards needs its ShardSampler, but found another sampler in its place, as "
+                "Trainer(overfit_batches=...) puts there. Take limit_train_batches"
+            )
+        if self._reading is None or self._reading.next_step != step:
+            self.close()
+            self._reading = _Reading(self, step)
+            weakref.finalize(self, self._reading.stop)
+        return self._reading.take()
+
+    def close(self) -> None:
+        """Stop reading, and free what was read ahead."""
+        if self._reading is not None:
+            self._reading.stop()
+            self._reading = None
+
+    def plan(self, step: Step) -> StreamPlan:
+        streams = min(step.replicas if self.streams is None else self.streams, self.blocks.num_rows)
+        return StreamPlan(self.blocks.rows, streams, self.seed, step.epoch)
+
+
+class _Reading:
+    """Read the batches from a step to the end of its epoch in a thread, and hand them over one by one."""
+
+    def __init__(self, batches: ShardBatches, step: Step) -> None:
+        self.next_step: Step | None = step
+        self._stopped = threading.Event()
+        reader = _Reader(batches.blocks, batches.options, batches.plan(step), batches.exact, step.stop - step.start)
+        self._following = reader.following
+        self._queue: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(maxsize=max(2, reader.steps_at_once))
+        threading.Thread(target=self._run, args=(reader, step), name="shards", daemon=True).start()
+
+    def take(self) -> Any:
+        assert self.next_step is not None
+        batch, error = self._queue.get()
+        if error is not None:
+            self.next_step = None
+            raise error
+        self.next_step = self._following(self.next_step)
+        return batch
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _run(self, reader: _Reader, step: Step) -> None:
+        with reader:
+            try:
+                for batch in reader.batches(step):
+                    if not self._put(batch, None):
+                        return
+            except BaseException as error:  # raised where the batch is taken
+                self._put(None, error)
+
+    def _put(self, batch: Any, error: BaseException | None) -> bool:
+        while not self._stopped.is_set():
+            try:
+                self._queue.put((batch, error), timeout=0.1)
+                return True
+            except queue.Full:
+                pass
+        return False
+
+
+class _Reader:
+    """Gather the rows of steps from the streams that a process takes them of."""
+
+    def __init__(self, blocks: Blocks, options: ReadOptions, plan: StreamPlan, exact: bool, size: int) -> None:
+        self._blocks, self._options, self._plan, self._exact, self._size = blocks, options, plan, exact, size
+        self._pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
+        self._open: dict[int, _OpenBlock] = {}
+        self._coming: dict[int, tuple[int, Future[Rows]]] = {}
+        at_once = min(_AHEAD_ROWS, _AHEAD_BYTES * blocks.num_rows // max(1, int(blocks.nbytes.sum())))
+        self.steps_at_once = max(1, (options.sorted_rows or at_once) // size)
+
+    def __enter__(self) -> _Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def following(self, step: Step) -> Step | None:
+        """Return the step after ``step``, or None if its epoch has no other; those that train are whole."""
+        left = self._plan.num_rows - step.stop
+        if left <= 0 or (self._plan.seed is not None and left < self._size):
+            return None
+        return step._replace(start=step.stop, stop=step.stop + min(self._size, left))
+
+    def batches(self, step: Step) -> Iterator[Any]:
+        """Yield the batches from ``step`` on."""
+        ahead: Step | None = step
+        while ahead is not None:
+            steps: list[Step] = []
+            window = self._window(ahead)
+            while ahead is not None and len(steps) < self.steps_at_once and self._window(ahead) == window:
+                steps.append(ahead)
+                ahead = self.following(ahead)
+            own = [positions_of(self._shuffled(one), self._exact) for one in steps]
+            own = [positions for positions in own if len(positions)]
+            yield from self._pool.map(self._options.collate, self._gather(own, window))
+
+    def _window(self, step: Step) -> range:
+        """Return the positions among which rows are sorted with those of a step."""
+        size = self._options.sorted_rows
+        start = step.start // size * size if size else 0
+        return range(start, min(start + size, self._plan.num_rows))
+
+    def _shuffled(self, step: Step) -> Step:
+        """Return which step of its window a step that trains on sorted rows stands for, else itself."""
+        window = self._window(step)
+        if not window or self._plan.seed is None:
+            return step
+        steps = len(window) // self._size
+        order = np.random.default_rng([self._plan.seed, step.epoch, window.start]).permutation(steps)
+        start = window.start + int(order[(step.start - window.start) // self._size]) * self._size
+        return step._replace(start=start, stop=start + self._size)
+
+    def _gather(self, own: list[np.ndarray], window: range) -> list[Rows]:
+        """Return the rows of the positions of each step, in the order of their streams."""
+        positions = np.concatenate(own)
+        number = np.repeat(np.arange(len(own)), [len(one) for one in own])
+        by_stream = np.lexsort((positions, positions % self._plan.streams))
+        streams, rows = positions[by_stream] % self._plan.streams, positions[by_stream] // self._plan.streams
+        cuts = np.flatnonzero(np.diff(streams)) + 1
+        wanted = [*zip(streams[np.r_[0, cuts]].tolist(), np.split(rows, cuts), strict=True)]
+        for stream, part in wanted:  # so that what is not there is read by all threads
+            self._announce(stream, part)
+        parts = [one for stream, part in wanted for one in self._take_sorted(stream, part, window)]
+        order = np.argsort(number[by_stream], kind="stable")
+        return split_rows(take_rows(join_rows(parts), order), [len(one) for one in own])
+
+    def _take_sorted(self, stream: int, rows: np.ndarray, window: range) -> Iterator[Rows]:
+        """Yield rows of a stream; by their ranks among its rows in the window, if it is sorted."""
+        if self._options.sort_by is None:
+            yield from self._take(stream, rows)
+            return
+        first, stop = (-((stream - end) // self._plan.streams) for end in (window.start, window.stop))
+        whole = join_rows([*self._take(stream, np.arange(first, stop))])
+        order = np.argsort(self._options.sort_by(whole), kind="stable")
+        yield take_rows(whole, order[rows - first])
+
+    def _announce(self, stream: int, rows: np.ndarray) -> None:
+        """Begin to read the block of the first row, if it is not open."""
+        place = int(self._plan.locate(stream, rows[:1])[0][0])
+        if stream not in self._open or self._open[stream].place != place:
+            self._begin(stream, place)
+
+    def _take(self, stream: int, rows: np.ndarray) -> Iterator[Rows]:
+        """Yield rows of a stream, in ascending order, from each block that they are in."""
+        places, within = self._plan.locate(stream, rows)
+        cuts = np.flatnonzero(np.diff(places)) + 1
+        for place, part in zip(places[np.r_[0, cuts]].tolist(), np.split(within, cuts), strict=True):
+            opened = self._opened(stream, place)
+            yield take_rows(opened.rows, part if opened.order is None else opened.order[part])
+            if 2 * part[-1] > row_count(opened.rows) and place + 1 < self._last_place(stream):
+                self._begin(stream, place + 1)
+
+    def _last_place(self, stream: int) -> int:
+        """Return the place after that of a stream's last block."""
+        last = np.array([self._plan.stream_ends[stream] - self._plan.stream_starts[stream] - 1])
+        return int(self._plan.locate(stream, last)[0][0]) + 1
+
+    def _begin(self, stream: int, place: int) -> None:
+        coming = self._coming.get(stream)
+        if coming is None or coming[0] != place:
+            self._coming[stream] = place, self._pool.submit(self._read, int(self._plan.order[place]))
+
+    def _opened(self, stream: int, place: int) -> _OpenBlock:
+        opened = self._open.get(stream)
+        if opened is None or opened.place != place:
+            self._begin(stream, place)
+            self._open.pop(stream, None)
+            rows = self._coming.pop(stream)[1].result()
+            opened = self._open[stream] = _OpenBlock(place, rows, self._plan.rows_of(place))
+        return opened
+
+    def _read(self, block: int) -> Rows:
+        table = self._blocks.read(block, self._options.columns)
+        return table if self._options.encode is None else self._options.encode(table)
+
+
+@dataclass
+class _OpenBlock:
+    """Hold the block that a stream is in."""
+
+    place: int
+    rows: Rows
+    order: np.ndarray | None
+
+
+def row_count(rows: Rows) -> int:
+    return len(rows[0]) if isinstance(rows, tuple) else rows.num_rows
+
+
+def take_rows(rows: Rows, indices: np.ndarray) -> Rows:
+    if isinstance(rows, tuple):
+        chosen = torch.from_numpy(indices)
+        return tuple(column.index_select(0, chosen) for column in rows)
+    return rows.take(pa.array(indices))
+
+
+def join_rows(parts: Sequence[Rows]) -> Rows:
+    first = parts[0]
+    if isinstance(first, tuple):
+        return tuple(torch.cat([part[number] for part in parts]) for number in range(len(first)))
+    return pa.concat_tables(parts).combine_chunks()
+
+
+def split_rows(rows: Rows, lengths: Sequence[int]) -> list[Rows]:
+    if isinstance(rows, tuple):
+        columns = [column.split([*lengths]) for column in rows]
+        return [*zip(*columns, strict=True)]
+    ends = np.cumsum(lengths)
+    return [rows.slice(end - length, length) for end, length in zip(ends.tolist(), lengths, strict=True)]

@@ -1,0 +1,134 @@
+"""Tables for classification that are larger than memory. Shapes: B rows of a batch, K columns, D features."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_accel.data.preprocessing import RawColumns
+from lightning_accel.data.quoting import shown
+from lightning_accel.data.shards.blocks import Blocks, find_blocks
+from lightning_accel.data.shards.options import ShardOptions
+from lightning_accel.data.shards.reader import ReadOptions
+from lightning_accel.data.shards.splits import Split, split_blocks
+from lightning_accel.data.tables.statistics import MISSING, numbers_of_column, table_statistics, texts_of_column
+from lightning_accel.data.whole_files import whole_file
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+class ShardedTable:
+    """Hold a table that is spread over files, its splits, and the statistics by which its rows are encoded.
+
+    Args:
+        location: folder, pattern or URL.
+        target: column of the classes.
+        categorical: columns of numbers to read as categories.
+        exclude: columns that are no features.
+        shares: shares of the blocks that validate and test, see :func:`split_blocks`.
+        seed: seed of the split.
+        options: how the files are read.
+
+    Raises:
+        FileNotFoundError: if there are no files.
+        ValueError: if files or columns are not as needed.
+    """
+
+    def __init__(
+        self,
+        location: str | Path,
+        target: str,
+        categorical: Sequence[str],
+        exclude: Sequence[str],
+        shares: tuple[float, float],
+        seed: int,
+        options: ShardOptions,
+    ) -> None:
+        self.location = location
+        self.target = target
+        blocks = find_blocks(location, Path(options.cache_dir))
+        blocks.require_columns([target, *categorical, *exclude])
+        features = [name for name in blocks.schema.names if name != target and name not in exclude]
+        if not features:
+            raise ValueError(f"{location} has no column left for features beside {shown(target)} and those excluded")
+        splits = split_blocks(blocks, shares, seed, location)
+        made_of = blocks.digest(), blocks.files.versions, features, [*categorical], target, splits["train"].tolist()
+        kept = Path(options.cache_dir).expanduser() / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:32]}.json"
+        if not kept.exists():
+            statistics = table_statistics(blocks, splits["train"], features, categorical, target)
+            with whole_file(kept) as partial:
+                partial.write_text(json.dumps([statistics.classes, statistics.encoding()]))
+        self.class_names, encoding = json.loads(kept.read_text())
+        self.encoder = RawColumns(**encoding)
+        self.splits: dict[Split, Blocks] = {split: blocks.select(chosen) for split, chosen in splits.items()}
+        self.feature_names = self.encoder.feature_names
+        if twice := [name for name, count in Counter(self.feature_names).items() if count > 1]:
+            raise ValueError(
+                f"{location} gives two features the name {shown(twice[0])}: a column and what is made of another, or "
+                "two categories; rename a column, or list it under exclude"
+            )
+        self.digest = blocks.digest()
+
+    def reading(self, with_target: bool = True) -> ReadOptions:
+        """Return what is read of blocks, and how batches are made of it."""
+        encoder = TableEncoder(self.encoder, self.target if with_target else None, self.class_names, self.location)
+        columns = [column["name"] for column in self.encoder.columns] + ([self.target] if with_target else [])
+        return ReadOptions(columns, encoder.collate, encoder)
+
+    def to_predict(self, location: str | Path, options: ShardOptions) -> Blocks:
+        """Return the blocks of other files with the same feature columns.
+
+        Raises:
+            FileNotFoundError: if there are no files.
+            ValueError: if they lack a column.
+        """
+        blocks = find_blocks(location, Path(options.cache_dir))
+        blocks.require_columns([column["name"] for column in self.encoder.columns])
+        return blocks
+
+
+class TableEncoder:
+    """Make tensors of tables: rows (B, K) float64, as :class:`RawColumns` takes them, and classes (B,) int64."""
+
+    def __init__(self, encoder: RawColumns, target: str | None, classes: Sequence[str], location: str | Path) -> None:
+        self.encoder = encoder
+        self.location = location
+        self.target = target
+        self._numbers_of = {
+            column["name"]: {name: place for place, name in enumerate(column["categories"])}
+            for column in encoder.columns
+            if column["categories"] is not None
+        }
+        self._classes = {name: number for number, name in enumerate(classes)}
+
+    def __call__(self, table: pa.Table) -> tuple[Tensor, ...]:
+        columns = []
+        for column in self.encoder.columns:
+            name = column["name"]
+            if column["categories"] is None:
+                columns.append(numbers_of_column(table[name], name, lambda: str(self.location)))
+            else:
+                columns.append(self._codes(table[name], self._numbers_of[name]).astype(np.float64))
+        rows = torch.from_numpy(np.stack(columns, axis=1))
+        if self.target is None:
+            return (rows,)
+        return rows, torch.from_numpy(self._codes(table[self.target], self._classes))
+
+    def collate(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return self.encoder(rows[0]), *rows[1:]
+
+    @staticmethod
+    def _codes(column: pa.ChunkedArray, numbers: dict[str, int]) -> np.ndarray:
+        """Return the number of each row's text (B,) int64; -1 for one without a number."""
+        codes, names = texts_of_column(column)
+        known = np.array([*(numbers.get(name, -1) for name in names), numbers.get(MISSING, -1)], np.int64)
+        return known[codes]

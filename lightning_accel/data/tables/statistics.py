@@ -1,0 +1,240 @@
+"""Statistics of tables that are read block by block, in one pass. Shapes: n rows of a block, K columns."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from lightning_accel.data.quoting import listed, shown
+from lightning_accel.data.shards.blocks import Blocks
+from lightning_accel.data.tables.files import LARGEST, numbers_first
+from lightning_accel.ops.extras import import_on_use
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+else:
+    pa = import_on_use("pyarrow")
+    pc = import_on_use("pyarrow.compute")
+
+MISSING = "<missing>"
+
+_MOST_TEXTS = 1000  # different texts of a column, each of which is a feature
+_MOST_CATEGORIES = 1 << 16  # the same, of a column that is named as categorical
+_SAMPLE = 1 << 24  # values of all columns of which medians are taken
+
+
+@dataclass
+class NumberStatistics:
+    """Hold count, mean, sum of squared deviations and a sample of the numbers of a column, and how many are missing."""
+
+    count: int = 0
+    missing: int = 0
+    mean: float = 0.0
+    deviation: float = 0.0
+    sample: list[np.ndarray] = field(default_factory=list)
+
+    def add(self, other: NumberStatistics) -> None:
+        """Add the numbers of another part.
+
+        Source: Chan, Golub & LeVeque 1983, https://doi.org/10.1080/00031305.1983.10483115, eq. 2.1.
+        """
+        count = self.count + other.count
+        if other.count:
+            difference = other.mean - self.mean
+            self.mean += difference * other.count / count
+            self.deviation += other.deviation + difference**2 * self.count * other.count / count
+        self.count, self.missing = count, self.missing + other.missing
+        self.sample += other.sample
+
+    @property
+    def median(self) -> float:
+        sample = np.concatenate([*self.sample, np.empty(0)])
+        return float(np.median(sample)) if len(sample) else 0.0
+
+    def filled(self, value: float) -> tuple[float, float]:
+        """Return mean and standard deviation with ``value`` for what is missing; the latter 1 if all are equal."""
+        whole = NumberStatistics(self.count, 0, self.mean, self.deviation)
+        whole.add(NumberStatistics(self.missing, 0, value))
+        variance = whole.deviation / max(1, whole.count)
+        rounding = np.finfo(np.float64).eps * whole.count
+        is_constant = variance <= rounding * variance + (rounding * whole.mean) ** 2
+        return whole.mean, 1.0 if is_constant else math.sqrt(variance)
+
+
+@dataclass
+class TableStatistics:
+    """Hold what encodes the rows of a table: statistics of its columns over the rows that train.
+
+    Args:
+        numbers: statistics of each numeric column.
+        texts: categories of each other column, sorted.
+        classes: names of the classes, sorted.
+    """
+
+    numbers: dict[str, NumberStatistics]
+    texts: dict[str, list[str]]
+    classes: list[str]
+
+    def encoding(self) -> dict[str, Any]:
+        """Return the arguments of the :class:`~lightning_accel.data.preprocessing.RawColumns` that encodes rows."""
+        columns: list[dict[str, Any]] = [{"name": name, "categories": None} for name in self.numbers]
+        columns += [{"name": name, "categories": found} for name, found in self.texts.items()]
+        medians = [one.median for one in self.numbers.values()]
+        filled = [one.filled(median) for one, median in zip(self.numbers.values(), medians, strict=True)]
+        shares = [one.missing / (one.missing + one.count) for one in self.numbers.values() if one.missing]
+        return {
+            "columns": columns,
+            "median": medians,
+            "indicated": [place for place, one in enumerate(self.numbers.values()) if one.missing],
+            "mean": [mean for mean, _ in filled] + shares,
+            "scale": [scale for _, scale in filled] + [math.sqrt(share * (1 - share)) or 1.0 for share in shares],
+        }
+
+
+def table_statistics(
+    blocks: Blocks, train: np.ndarray, features: Sequence[str], categorical: Sequence[str], target: str
+) -> TableStatistics:
+    """Read all blocks once, with threads, and return the statistics of those that ``train``.
+
+    Medians are those of up to 2 ** 24 values of all columns together, from evenly spaced rows of each block.
+
+    Raises:
+        ValueError: if a column holds something else than numbers, texts and booleans, numbers that are infinite or
+            above 1e30, numbers that are written as texts, or too many different texts; or the target is missing, has
+            one class, or one that is in no row that trains.
+    """
+    is_number = {name: name not in categorical and _holds_numbers(blocks, name) for name in features}
+    total = int(blocks.rows[train].sum())
+    share = min(1.0, _SAMPLE / max(1, sum(is_number.values())) / total)
+    read = partial(_block_statistics, blocks, is_number, target, share)
+    numbers = {name: NumberStatistics() for name, number in is_number.items() if number}
+    texts: dict[str, set[str]] = {name: set() for name, number in is_number.items() if not number}
+    trains = np.isin(np.arange(len(blocks)), train)
+    classes: tuple[set[str], set[str]] = set(), set()
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        for of_training, found in zip(trains.tolist(), pool.map(read, range(len(blocks))), strict=True):
+            classes[of_training].update(found.classes)
+            for name, one in found.numbers.items() if of_training else ():
+                numbers[name].add(one)
+            for name, names in found.texts.items() if of_training else ():
+                texts[name].update(names)
+                _require_few(texts[name], name, blocks, name in categorical)
+    where = f"the target column {shown(target)} of {blocks.files.root}"
+    if unknown := sorted(classes[False] - classes[True]):
+        raise ValueError(
+            f"{where} holds {listed(unknown, 3)} in rows that validate or test alone; each class must be in rows that "
+            "train. Shuffle the rows over the files, or put other files in folders train, val and test"
+        )
+    if len(classes[True]) < 2:
+        raise ValueError(f"{where} holds one class only, {listed(sorted(classes[True]))}; two or more are needed")
+    for name in texts.keys() - {*categorical}:
+        present = texts[name] - {MISSING}
+        if present and all(map(_is_number, present)):
+            raise ValueError(
+                f"column {shown(name)} of {blocks.files.root} holds {shown(min(present))} and the like, numbers that "
+                "are written as texts; write them as numbers, or list the column under categorical"
+            )
+    names = sorted(classes[True], key=numbers_first)
+    return TableStatistics(numbers, {name: sorted(found) for name, found in texts.items()}, names)
+
+
+def numbers_of_column(column: pa.ChunkedArray, name: str, where: Callable[[], str]) -> np.ndarray:
+    """Return a column as float64, NaN where it is missing.
+
+    Raises:
+        ValueError: if a number is infinite or too large.
+    """
+    plain = pc.cast(column, pa.uint8()) if pa.types.is_boolean(column.type) else column
+    numbers: np.ndarray = pc.cast(plain, pa.float64(), safe=False).to_numpy()
+    if (wrong := np.abs(numbers) > LARGEST).any():
+        raise ValueError(
+            f"column {shown(name)} of {where()} must hold numbers of at most {LARGEST:g}; got "
+            f"{numbers[wrong.argmax()]} in its row {int(wrong.argmax()) + 1}. Mend the value, or write null instead"
+        )
+    return numbers
+
+
+def texts_of_column(column: pa.ChunkedArray) -> tuple[np.ndarray, list[str]]:
+    """Return for each row the index of its text, -1 where it is missing, and the texts, each once or more."""
+    coded = column.combine_chunks().dictionary_encode()
+    if isinstance(coded, pa.ChunkedArray):
+        coded = coded.combine_chunks()
+    codes = pc.fill_null(coded.indices, -1).to_numpy(zero_copy_only=False)
+    return codes, [*map(_text_of, coded.dictionary.to_pylist())]
+
+
+def _text_of(value: Any) -> str:
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))  # whole numbers are floats where some rows lack them
+    return str(value)
+
+
+def _holds_numbers(blocks: Blocks, name: str) -> bool:
+    kind = blocks.schema.field(name).type
+    where = f"column {shown(name)} of {blocks.files.root}"
+    if pa.types.is_temporal(kind):
+        raise ValueError(f"{where} holds dates; turn it into numbers first, or leave it out")
+    if not (pa.types.is_primitive(kind) or pa.types.is_decimal(kind) or pa.types.is_null(kind) or _is_text(kind)):
+        raise ValueError(f"{where} holds lists or bytes ({kind}); spread them over columns, or leave it out")
+    return not _is_text(kind)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return bool(text) and np.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+class _Found(NamedTuple):
+    """Hold statistics of the numbers, the different texts, and the classes of a block."""
+
+    numbers: dict[str, NumberStatistics]
+    texts: dict[str, list[str]]
+    classes: list[str]
+
+
+def _block_statistics(blocks: Blocks, is_number: dict[str, bool], target: str, share: float, block: int) -> _Found:
+    table = blocks.read(block, [*is_number, target])
+    codes, classes = texts_of_column(table[target])
+    if (codes < 0).any():
+        raise ValueError(
+            f"column {shown(target)} of {blocks.name_of(block)} lacks {int((codes < 0).sum())} of {len(codes)} values, "
+            f"the first in its row {int((codes < 0).argmax()) + 1}. Remove those rows, or predict them with predict_path"
+        )
+    numbers, texts = dict[str, NumberStatistics](), dict[str, list[str]]()
+    rows = np.unique(np.linspace(0, len(codes) - 1, max(1, round(share * len(codes)))).astype(np.int64))
+    for name, number in is_number.items():
+        if number:
+            found = numbers_of_column(table[name], name, partial(blocks.name_of, block))
+            there = ~np.isnan(found)
+            present = found[there]
+            mean = float(present.mean()) if len(present) else 0.0
+            deviation = float(np.square(present - mean).sum())
+            sample = found[rows][there[rows]]
+            numbers[name] = NumberStatistics(len(present), int((~there).sum()), mean, deviation, [sample])
+        else:
+            codes, names = texts_of_column(table[name])
+            texts[name] = [*names, *([MISSING] if (codes < 0).any() else [])]
+    return _Found(numbers, texts, classes)
+
+
+def _require_few(texts: set[str], name: str, blocks: Blocks, is_named: bool) -> None:
+    if len(texts) > (most := _MOST_CATEGORIES if is_named else _MOST_TEXTS):
+        remedy = "" if is_named else ", or list it under categorical to make each text a feature"
+        raise ValueError(
+            f"column {shown(name)} of {blocks.files.root} holds more than {most} different texts; leave it out if it "
+            f"is a key{remedy}"
+        )

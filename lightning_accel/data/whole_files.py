@@ -1,0 +1,21 @@
+"""Files that are there whole or not at all."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Give the path of a file to write, which takes the place of ``path`` at the end; a killed run leaves no half.
+
+    Its folder is made. Several processes may write the same file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
