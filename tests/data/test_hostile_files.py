@@ -125,9 +125,9 @@ def test_what_messages_show_is_bounded():
     assert shown("ab") == "'ab'"
 
 
-@pytest.mark.parametrize("make", [TabularDataModule, SequenceDataModule, GraphDataModule, read_idx])
+@pytest.mark.parametrize("make", [GraphDataModule, read_idx])
 def test_a_folder_is_said_to_be_one(make, tmp_path):
     with pytest.raises(ValueError, match=f"{tmp_path} is a folder; the path of a file was needed"):
-        make(tmp_path, "y") if make is TabularDataModule else make(tmp_path)
+        make(tmp_path)
     with pytest.raises(ValueError, match="is a folder"):
         IdxDataModule(tmp_path, predict_path=tmp_path)

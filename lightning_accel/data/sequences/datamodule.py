@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import lightning as L
 import torch
@@ -16,6 +16,7 @@ from lightning_accel.data.samplers import ResumableLoader, replicas_and_rank
 from lightning_accel.data.sequences.dataset import SequenceDataset
 from lightning_accel.data.sequences.files import SequenceLayout, TargetKind
 from lightning_accel.data.sequences.length_sampler import LengthBatchSampler
+from lightning_accel.data.sequences.sharded import ShardedSequences
 from lightning_accel.data.sequences.splits import (
     GeneratedSequences,
     Length,
@@ -26,6 +27,10 @@ from lightning_accel.data.sequences.splits import (
     file_to_predict,
     generated_splits,
 )
+from lightning_accel.data.shards.files import is_sharded
+from lightning_accel.data.shards.loader import datamodule_loader
+from lightning_accel.data.shards.options import ShardOptions
+from lightning_accel.data.shards.splits import Split
 from lightning_accel.data.tables.files import existing_file
 from lightning_accel.ops.names import list_of_names
 from lightning_accel.ops.options import options_of, read_options
@@ -44,6 +49,12 @@ class SequenceDataModule(L.LightningDataModule):
     columns, in any order. All but Parquet may be gzipped, ``.gz``. Values are standardized to mean 0 and variance 1
     over the steps of the training sequences.
 
+    **More than fits in memory.** A folder, a pattern or a URL of Parquet, Arrow or JSON lines files (see
+    :func:`lightning_accel.data.shard_loader`) has one row per sequence, with the columns of a ``.jsonl`` file. It is
+    read ahead of training, and what is read together is sorted by length. The first run reads all of it once, for the
+    statistics, and keeps these in ``shards.cache_dir``. Files in folders ``train``, ``val`` and ``test``, or named
+    ``train-00000.parquet`` and the like, are for what they say; else whole blocks of the files are the splits.
+
     **Splits** consist of whole sequences, stratified by class; the same file and ``seed`` give the same splits.
 
     After ``setup``: ``target_kind``; ``num_features``, None for tokens; ``vocab_size``, None for values;
@@ -53,7 +64,7 @@ class SequenceDataModule(L.LightningDataModule):
     order of ``predict``. For forecasting, batches have no target: it is the sequence itself, shifted by one step.
 
     Args:
-        path: file of sequences; by default, ``task`` is used.
+        path: file of sequences, or a folder, pattern or URL of files; by default, ``task`` is used.
         task: a generated task, if there is no ``path``: ``digits_rows`` (the default), the 8 x 8 digits as 8 rows,
             ``digits_pixels``, as 64 pixels, ``digits_permuted``, as 64 pixels in a fixed random order; ``adding``, the
             sum of two marked numbers.
@@ -69,7 +80,8 @@ class SequenceDataModule(L.LightningDataModule):
         seed: seed of the generated sequences, the split and the order.
         num_workers: workers that load batches; 0 is fastest, since the sequences are in memory.
         predict_path: file of sequences to predict, in the format of ``path``, with or without targets; by default the
-            test sequences.
+            test sequences. Where ``path`` is a folder, this is one, too.
+        shards: how a folder of files is read, see :class:`lightning_accel.data.ShardOptions`.
 
     Raises:
         FileNotFoundError: if a file does not exist.
@@ -110,8 +122,10 @@ class SequenceDataModule(L.LightningDataModule):
         seed: int = 0,
         num_workers: int = 0,
         predict_path: str | Path | None = None,
+        shards: ShardOptions = ShardOptions(),
     ) -> None:
         super().__init__()
+        self.shards = read_options(ShardOptions, shards)
         require_at_least(1, global_batch_size=global_batch_size, max_tokens=max_tokens, chunk_steps=chunk_steps)
         require_at_least(0, seed=seed, num_workers=num_workers)
         require_shares(val_share, test_share)
@@ -119,8 +133,16 @@ class SequenceDataModule(L.LightningDataModule):
         if layout.target_kind not in get_args(TargetKind):
             kinds = ", ".join(get_args(TargetKind))
             raise ValueError(f"layout.target_kind must be one of {kinds}; got {layout.target_kind!r}")
-        self.path = None if path is None else existing_file(path)
-        self.predict_path = None if predict_path is None else existing_file(predict_path)
+        self.is_sharded = path is not None and is_sharded(path)
+        self.path, self.predict_path = path, predict_path
+        if not self.is_sharded:
+            self.path = None if path is None else existing_file(path)
+            self.predict_path = None if predict_path is None else existing_file(predict_path)
+        elif num_workers or chunk_steps is not None or max_tokens is not None:
+            raise ValueError(
+                f"{path} is a folder or URL of files, which threads read, a sequence a row: num_workers, chunk_steps "
+                "and max_tokens have no effect on them; leave these out"
+            )
         self.task: TaskName | None = "digits_rows" if task is None and path is None else task
         self.layout = replace(layout, values=tuple(list_of_names(layout.values)))
         if self.task not in (None, *get_args(TaskName)):
@@ -152,12 +174,25 @@ class SequenceDataModule(L.LightningDataModule):
                 "Give path, or leave them out"
             )
 
+    def prepare_data(self) -> None:
+        """List the blocks of a folder and collect its statistics, in one process per machine."""
+        if self.is_sharded:
+            self._sharded_sequences()
+
+    def _sharded_sequences(self) -> ShardedSequences:
+        assert self.path is not None
+        return ShardedSequences(self.path, self.layout, self.shares, self.seed, self.shards)
+
     def setup(self, stage: str | None = None) -> None:
-        if hasattr(self, "train_rows"):  # the Trainer calls setup once per stage
+        if hasattr(self, "target_kind"):  # the Trainer calls setup once per stage
+            return
+        if self.is_sharded:
+            self._setup_shards()
             return
         splits = self._read()
         self.predict_rows, self.predict_ids = splits.test.without_targets(), splits.test_ids
         if self.predict_path is not None:
+            assert isinstance(self.predict_path, Path)
             self.predict_rows, self.predict_ids = file_to_predict(self.predict_path, self.layout, splits)
         self._describe(splits)
         self._digest = splits.digest
@@ -166,11 +201,26 @@ class SequenceDataModule(L.LightningDataModule):
 
     def _read(self) -> SequenceSplits:
         if self.task is None:
-            assert self.path is not None
+            assert isinstance(self.path, Path)
             return file_splits(self.path, self.layout, self.shares, self.seed)
         if self.lengths is None:
             return digit_splits(self.task, self.shares, self.seed)
         return generated_splits(self.lengths, self.num_sequences, self.shares, self.seed)
+
+    def _setup_shards(self) -> None:
+        found = self._sequences = self._sharded_sequences()
+        statistics = found.statistics
+        self._predicted = found.splits["test"] if self.predict_path is None else found.to_predict(self.predict_path)
+        self.predict_ids = found.ids(self._predicted)
+        self.vocab_size, self.feature_names = statistics.vocab_size, found.feature_names
+        self.num_features = None if statistics.mean is None else len(statistics.mean)
+        self.feature_mean, self.feature_std = statistics.mean, statistics.std
+        self.class_names = statistics.classes
+        self.num_classes = None if statistics.classes is None else len(statistics.classes)
+        self.target_mean, self.target_std = statistics.target_mean, statistics.target_std
+        self.num_targets = None if statistics.target_mean is None else len(statistics.target_mean)
+        self._digest = found.digest
+        self.target_kind = self.layout.target_kind
 
     def _describe(self, splits: SequenceSplits) -> None:
         self.target_kind = splits.kind
@@ -223,18 +273,39 @@ class SequenceDataModule(L.LightningDataModule):
         )
 
     def train_dataloader(self) -> DataLoader[Any]:
+        if self.is_sharded:
+            return self._shard_loader("train")
         return self._loader(self.train_rows, self._sampler(self.train_rows))
 
     def val_dataloader(self) -> DataLoader[Any]:
+        if self.is_sharded:
+            return self._shard_loader("val")
         return self._loader(self.val_rows, self._longest_first(self.val_rows))
 
     def test_dataloader(self) -> DataLoader[Any]:
+        if self.is_sharded:
+            return self._shard_loader("test")
         return self._loader(self.test_rows, self._longest_first(self.test_rows))
 
     def predict_dataloader(self) -> DataLoader[Any]:
         """Return a loader of batches in the order of ``predict_ids``."""
+        if self.is_sharded:
+            return self._shard_loader("predict")
         size = max(1, self.global_batch_size // replicas_and_rank(self)[0])
         return in_memory_loader(self.predict_rows, self, size, self.num_workers)
+
+    def _shard_loader(self, split: Split | Literal["predict"]) -> DataLoader[Any]:
+        replicas = replicas_and_rank(self)[0]
+        if self.global_batch_size % replicas:
+            raise ValueError(
+                f"global_batch_size={self.global_batch_size} must be a multiple of the {replicas} processes, each of "
+                "which takes as many sequences of a folder of files"
+            )
+        predicts = split == "predict"
+        blocks = self._predicted if split == "predict" else self._sequences.splits[split]
+        reading = self._sequences.reading(self.global_batch_size, with_target=not predicts, in_order=predicts)
+        size = self.global_batch_size // replicas
+        return datamodule_loader(self, blocks, reading, size, self.shards, self.seed, split)
 
     def _longest_first(self, rows: SequenceDataset) -> LengthBatchSampler:
         max_tokens = None if self.chunk_steps else self.max_tokens  # may be less than a whole sequence

@@ -22,8 +22,8 @@ else:
 
 TargetKind = Literal["classification", "regression", "labelling", "forecasting"]
 
-_TOKEN_FIELDS = ("tokens", "input_ids")
-_SEQUENCE_FIELDS = ("values", *_TOKEN_FIELDS, "text")
+TOKEN_FIELDS = ("tokens", "input_ids")
+SEQUENCE_FIELDS = ("values", *TOKEN_FIELDS, "text")
 _TOKEN_BYTES = 256  # per token of the vocabulary, as in a narrow embedding
 
 
@@ -91,7 +91,7 @@ def _read_json_lines(path: Path, layout: SequenceLayout, with_target: bool) -> F
         field = field or _sequence_field(entry, layout, where)
         require_field(entry, field, where)
         sequences.append(_read_sequence(entry[field], field, where))
-        if field in _TOKEN_FIELDS and len(sequences[-1]) and (largest := int(sequences[-1].max())) >= most_tokens:
+        if field in TOKEN_FIELDS and len(sequences[-1]) and (largest := int(sequences[-1].max())) >= most_tokens:
             what = f"a vocabulary up to the token {largest} in {where}, of {_TOKEN_BYTES} bytes each,"
             require_allowed((largest + 1) * _TOKEN_BYTES, path, what, "number the tokens from 0 without gaps")
         ids.append(str(entry.get(layout.id_column, where.split()[1])))
@@ -111,21 +111,21 @@ def _sequence_field(entry: dict[str, Any], layout: SequenceLayout, where: str) -
         raise ValueError(
             f"layout.values must name one field of {where}, which holds the sequence; got {list(layout.values)}"
         )
-    for name in layout.values or _SEQUENCE_FIELDS:
+    for name in layout.values or SEQUENCE_FIELDS:
         if name in entry or layout.values:
             return name
     raise ValueError(
-        f"{where} has no field {', '.join(_SEQUENCE_FIELDS)}; name the field of the sequence in layout.values. "
+        f"{where} has no field {', '.join(SEQUENCE_FIELDS)}; name the field of the sequence in layout.values. "
         f"Its fields: {listed(list(entry))}"
     )
 
 
 def _read_sequence(found: Any, field: str, where: str) -> np.ndarray:
     """Convert a field to tokens (T,), or values (T, F), (0, 0) for an empty sequence."""
-    if isinstance(found, str) and field not in _TOKEN_FIELDS:
+    if isinstance(found, str) and field not in TOKEN_FIELDS:
         return np.frombuffer(found.encode(), dtype=np.uint8)
-    steps = numbers_of(found, field, where, whole=field in _TOKEN_FIELDS)
-    if field not in _TOKEN_FIELDS:
+    steps = numbers_of(found, field, where, whole=field in TOKEN_FIELDS)
+    if field not in TOKEN_FIELDS:
         return steps.astype(np.float64).reshape(len(steps), -1 if steps.size else 0)
     if steps.ndim != 1 or (steps.size and steps.min() < 0):
         raise ValueError(f"{field!r} in {where} must hold whole numbers from 0; got {shown(found)}")

@@ -64,9 +64,9 @@ def find_files(location: str | Path) -> ShardFiles:
     Files and folders whose names begin with a dot or an underscore are left out, as Spark and Hive do.
 
     Raises:
-        FileNotFoundError: if there is no such file.
+        FileNotFoundError: if there is no such folder.
         ImportError: if the file system of a URL needs a package that is not installed.
-        ValueError: if the files are of several kinds, packed, or their folders hold values of columns
+        ValueError: if there is no file, or they are of several kinds, packed, or their folders hold values of columns
             (``year=2026/``).
     """
     text = str(location)
@@ -94,9 +94,12 @@ def find_files(location: str | Path) -> ShardFiles:
     if len(kinds) > 1:
         several = ", ".join(f"{len(names)} {suffix}" for suffix, names in kinds.items())
         raise ValueError(f"{text} holds files of several kinds ({several}); name one, such as {text}/*{max(kinds)}")
+    if not kinds and infos:
+        raise ValueError(f"no {', '.join(SUFFIXES)} file in {text}; it holds {listed([*infos], 3)}")
+    if not kinds and fs.exists(path):
+        raise ValueError(f"{text} is a folder without a file; {', '.join(SUFFIXES)} files were needed")
     if not kinds:
-        others = f"; it holds {listed([*infos], 3)}" if infos else ""
-        raise FileNotFoundError(f"no {', '.join(SUFFIXES)} file in {text}{others}")
+        raise FileNotFoundError(f"no folder, and no file, {text}")
     [(kind, names)] = kinds.items()
     if partitioned := [name for name in names if "=" in name.rpartition("/")[0]]:
         raise ValueError(

@@ -161,18 +161,17 @@ def _ranges_of_lines(opened: BinaryIO) -> FileBlocks:
 
 
 def _pieces(opened: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield whole lines and where they start."""
-    start, rest = 0, b""
-    while piece := opened.read(_LINES_BYTES):
-        whole, newline, after = piece.rpartition(b"\n")
-        if newline:
-            yield start, rest + whole + newline
-            start += len(rest) + len(whole) + 1
-            rest = after
-        else:
-            rest += piece
-    if rest:
-        yield start, rest
+    """Yield where whole lines start, and their bytes."""
+    start, rest, piece = 0, b"", opened.read(_LINES_BYTES)
+    while piece:
+        following = opened.read(_LINES_BYTES)
+        end = piece.rfind(b"\n") + 1 if following else len(piece)
+        if end:
+            yield start, rest + piece[:end]
+            start += len(rest) + end
+            rest = b""
+        rest += piece[end:]
+        piece = following
 
 
 def _parse_lines(piece: bytes, schema: pa.Schema | None = None) -> pa.Table:

@@ -19,7 +19,8 @@ from lightning_accel.data.shards.blocks import Blocks, find_blocks
 from lightning_accel.data.shards.options import ShardOptions
 from lightning_accel.data.shards.reader import ReadOptions
 from lightning_accel.data.shards.splits import Split, split_blocks
-from lightning_accel.data.tables.statistics import MISSING, numbers_of_column, table_statistics, texts_of_column
+from lightning_accel.data.tables.columns import numbers_of_column, texts_of_column
+from lightning_accel.data.tables.statistics import MISSING, table_statistics
 from lightning_accel.data.whole_files import whole_file
 
 if TYPE_CHECKING:

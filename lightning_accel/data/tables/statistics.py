@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +14,9 @@ import numpy as np
 
 from lightning_accel.data.quoting import listed, shown
 from lightning_accel.data.shards.blocks import Blocks
-from lightning_accel.data.tables.files import LARGEST, numbers_first
+from lightning_accel.data.shards.moments import Moments
+from lightning_accel.data.tables.columns import numbers_of_column, texts_of_column
+from lightning_accel.data.tables.files import numbers_first
 from lightning_accel.ops.extras import import_on_use
 
 if TYPE_CHECKING:
@@ -33,26 +35,20 @@ _SAMPLE = 1 << 24  # values of all columns of which medians are taken
 
 @dataclass
 class NumberStatistics:
-    """Hold count, mean, sum of squared deviations and a sample of the numbers of a column, and how many are missing."""
+    """Hold the moments and a sample of the numbers of a column, and how many are missing."""
 
-    count: int = 0
+    moments: Moments = field(default_factory=Moments)
     missing: int = 0
-    mean: float = 0.0
-    deviation: float = 0.0
     sample: list[np.ndarray] = field(default_factory=list)
 
     def add(self, other: NumberStatistics) -> None:
-        """Add the numbers of another part.
-
-        Source: Chan, Golub & LeVeque 1983, https://doi.org/10.1080/00031305.1983.10483115, eq. 2.1.
-        """
-        count = self.count + other.count
-        if other.count:
-            difference = other.mean - self.mean
-            self.mean += difference * other.count / count
-            self.deviation += other.deviation + difference**2 * self.count * other.count / count
-        self.count, self.missing = count, self.missing + other.missing
+        self.moments.add(other.moments)
+        self.missing += other.missing
         self.sample += other.sample
+
+    @property
+    def missing_share(self) -> float:
+        return self.missing / (self.missing + self.moments.count)
 
     @property
     def median(self) -> float:
@@ -61,12 +57,9 @@ class NumberStatistics:
 
     def filled(self, value: float) -> tuple[float, float]:
         """Return mean and standard deviation with ``value`` for what is missing; the latter 1 if all are equal."""
-        whole = NumberStatistics(self.count, 0, self.mean, self.deviation)
-        whole.add(NumberStatistics(self.missing, 0, value))
-        variance = whole.deviation / max(1, whole.count)
-        rounding = np.finfo(np.float64).eps * whole.count
-        is_constant = variance <= rounding * variance + (rounding * whole.mean) ** 2
-        return whole.mean, 1.0 if is_constant else math.sqrt(variance)
+        whole = Moments(self.missing, np.array([value]))
+        whole.add(self.moments)
+        return float(whole.mean[0]), float(whole.std[0])
 
 
 @dataclass
@@ -89,7 +82,7 @@ class TableStatistics:
         columns += [{"name": name, "categories": found} for name, found in self.texts.items()]
         medians = [one.median for one in self.numbers.values()]
         filled = [one.filled(median) for one, median in zip(self.numbers.values(), medians, strict=True)]
-        shares = [one.missing / (one.missing + one.count) for one in self.numbers.values() if one.missing]
+        shares = [one.missing_share for one in self.numbers.values() if one.missing]
         return {
             "columns": columns,
             "median": medians,
@@ -146,37 +139,6 @@ def table_statistics(
     return TableStatistics(numbers, {name: sorted(found) for name, found in texts.items()}, names)
 
 
-def numbers_of_column(column: pa.ChunkedArray, name: str, where: Callable[[], str]) -> np.ndarray:
-    """Return a column as float64, NaN where it is missing.
-
-    Raises:
-        ValueError: if a number is infinite or too large.
-    """
-    plain = pc.cast(column, pa.uint8()) if pa.types.is_boolean(column.type) else column
-    numbers: np.ndarray = pc.cast(plain, pa.float64(), safe=False).to_numpy()
-    if (wrong := np.abs(numbers) > LARGEST).any():
-        raise ValueError(
-            f"column {shown(name)} of {where()} must hold numbers of at most {LARGEST:g}; got "
-            f"{numbers[wrong.argmax()]} in its row {int(wrong.argmax()) + 1}. Mend the value, or write null instead"
-        )
-    return numbers
-
-
-def texts_of_column(column: pa.ChunkedArray) -> tuple[np.ndarray, list[str]]:
-    """Return for each row the index of its text, -1 where it is missing, and the texts, each once or more."""
-    coded = column.combine_chunks().dictionary_encode()
-    if isinstance(coded, pa.ChunkedArray):
-        coded = coded.combine_chunks()
-    codes = pc.fill_null(coded.indices, -1).to_numpy(zero_copy_only=False)
-    return codes, [*map(_text_of, coded.dictionary.to_pylist())]
-
-
-def _text_of(value: Any) -> str:
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))  # whole numbers are floats where some rows lack them
-    return str(value)
-
-
 def _holds_numbers(blocks: Blocks, name: str) -> bool:
     kind = blocks.schema.field(name).type
     where = f"column {shown(name)} of {blocks.files.root}"
@@ -211,8 +173,9 @@ def _block_statistics(blocks: Blocks, is_number: dict[str, bool], target: str, s
     codes, classes = texts_of_column(table[target])
     if (codes < 0).any():
         raise ValueError(
-            f"column {shown(target)} of {blocks.name_of(block)} lacks {int((codes < 0).sum())} of {len(codes)} values, "
-            f"the first in its row {int((codes < 0).argmax()) + 1}. Remove those rows, or predict them with predict_path"
+            f"column {shown(target)} of {blocks.name_of(block)} lacks {int((codes < 0).sum())} of {len(codes)} "
+            f"values, the first in its row {int((codes < 0).argmax()) + 1}. Remove those rows, or predict them with "
+            "predict_path"
         )
     numbers, texts = dict[str, NumberStatistics](), dict[str, list[str]]()
     rows = np.unique(np.linspace(0, len(codes) - 1, max(1, round(share * len(codes)))).astype(np.int64))
@@ -220,11 +183,8 @@ def _block_statistics(blocks: Blocks, is_number: dict[str, bool], target: str, s
         if number:
             found = numbers_of_column(table[name], name, partial(blocks.name_of, block))
             there = ~np.isnan(found)
-            present = found[there]
-            mean = float(present.mean()) if len(present) else 0.0
-            deviation = float(np.square(present - mean).sum())
-            sample = found[rows][there[rows]]
-            numbers[name] = NumberStatistics(len(present), int((~there).sum()), mean, deviation, [sample])
+            moments = Moments.of(found[there][:, None])
+            numbers[name] = NumberStatistics(moments, int((~there).sum()), [found[rows][there[rows]]])
         else:
             codes, names = texts_of_column(table[name])
             texts[name] = [*names, *([MISSING] if (codes < 0).any() else [])]

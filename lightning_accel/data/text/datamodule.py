@@ -18,7 +18,9 @@ from lightning_accel.data.bounds import require_at_least, require_shares
 from lightning_accel.data.digest import DIGEST, require_same_data
 from lightning_accel.data.in_memory import in_memory_loader, resumable_loader
 from lightning_accel.data.samplers import ResumableSampler, replicas_and_rank
+from lightning_accel.data.shards.files import SUFFIXES, is_sharded
 from lightning_accel.data.tables.files import existing_file
+from lightning_accel.data.text.sharded import TokenFiles, map_rows
 from lightning_accel.data.text.tokens import (
     ByteTokenizer,
     Tokenizer,
@@ -49,12 +51,14 @@ class TextDataModule(L.LightningDataModule):
     Args:
         path: a text file, or a folder whose files with these ``suffixes`` are read, including subfolders, sorted by
             name; by default the text that comes with Python: its language reference and its top-level modules, about 6
-            MB of English and code.
+            MB of English and code. Also a Parquet, Arrow or JSON lines file, or a folder (without texts), pattern or
+            URL of such files (see :func:`lightning_accel.data.shard_loader`), whose rows are documents.
         context_length: T.
         batch_size: windows per process and step.
         tokenizer: has ``encode``, ``decode`` and a vocabulary size, as in the packages tokenizers and transformers; by
             default each byte is a token.
         suffixes: file name suffixes to read from a folder.
+        field: column of the documents, where they are rows of files: texts, or lists of token ids of ``tokenizer``.
         val_share: share of the windows that validate.
         test_share: share of the windows that test.
         seed: seed of the split and of the training order.
@@ -81,6 +85,7 @@ class TextDataModule(L.LightningDataModule):
         *,
         tokenizer: Tokenizer | None = None,
         suffixes: Sequence[str] = (".txt", ".md", ".rst"),
+        field: str = "text",
         val_share: float = 0.05,
         test_share: float = 0.05,
         seed: int = 0,
@@ -93,8 +98,13 @@ class TextDataModule(L.LightningDataModule):
         require_at_least(0, seed=seed, num_workers=num_workers)
         require_shares(val_share, test_share)
         self.of_python = path is None
-        modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))  # empty if they are in an archive
-        self.paths = modules if path is None else _find_texts(Path(path), list_of_names(suffixes))
+        self.rows_of = path if path is not None and _holds_rows(path, list_of_names(suffixes)) else None
+        self.field = field
+        self.paths: list[Path] = []
+        if path is None:
+            self.paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))  # empty if they are in an archive
+        elif self.rows_of is None:
+            self.paths = _find_texts(Path(path), list_of_names(suffixes))
         self.context_length = context_length
         self.batch_size = batch_size
         if not isinstance(tokenizer, Tokenizer | None):
@@ -112,12 +122,19 @@ class TextDataModule(L.LightningDataModule):
         """Fill the token cache, in one process per machine."""
         for path in self.paths:
             map_file(path, self.tokenizer, self.cache_dir)
+        if self.rows_of is not None:
+            self._map_rows(self.rows_of)
+
+    def _map_rows(self, location: str | Path) -> TokenFiles:
+        return map_rows(location, self.field, self.tokenizer, self.vocab_size - 1, self.cache_dir)
 
     def setup(self, stage: str | None = None) -> None:
         if hasattr(self, "train_windows"):  # the Trainer calls setup once per stage
             return
         documents = [map_file(path, self.tokenizer, self.cache_dir) for path in self.paths]
         num_bytes = sum(path.stat().st_size for path in self.paths)
+        if self.rows_of is not None:
+            documents, num_bytes = self._map_rows(self.rows_of)
         if self.of_python:
             reference = "\n\n".join(topics.values())
             documents.append(np.array(encode(self.tokenizer, reference, self.vocab_size - 1)))
@@ -138,6 +155,8 @@ class TextDataModule(L.LightningDataModule):
 
     def _where(self) -> str:
         more = f" and {len(self.paths) - 1} more files" if len(self.paths) > 1 else ""
+        if self.rows_of is not None:
+            return str(self.rows_of)
         return f"{self.paths[0]}{more}" if self.paths else "Python's reference"
 
     def state_dict(self) -> dict[str, Any]:
@@ -191,16 +210,26 @@ class TextDataModule(L.LightningDataModule):
         return DataLoader(rows, batch_size=1)  # type: ignore[arg-type]  # a list is a dataset
 
 
+def _holds_rows(path: str | Path, suffixes: Sequence[str]) -> bool:
+    """Return whether a path is of files whose rows are documents, rather than of texts."""
+    if Path(path).is_dir():
+        return not _texts_in(Path(path), suffixes) and any(_texts_in(Path(path), SUFFIXES))
+    return is_sharded(path) or str(path).lower().endswith(SUFFIXES)
+
+
 def _find_texts(path: Path, suffixes: Sequence[str]) -> list[Path]:
     if not path.is_dir():
         return [existing_file(path)]
-    wanted = {f".{suffix.lstrip('.')}".lower() for suffix in suffixes}
-    files = sorted(file for file in path.rglob("*") if file.is_file() and file.suffix.lower() in wanted)
+    files = _texts_in(path, suffixes)
     if not files:
-        raise FileNotFoundError(
-            f"no file in {path} ends in {', '.join(sorted(wanted))}; set suffixes to those of your texts"
-        )
+        wanted = sorted(f".{suffix.lstrip('.')}".lower() for suffix in suffixes)
+        raise FileNotFoundError(f"no file in {path} ends in {', '.join(wanted)}; set suffixes to those of your texts")
     return files
+
+
+def _texts_in(path: Path, suffixes: Sequence[str]) -> list[Path]:
+    wanted = {f".{suffix.lstrip('.')}".lower() for suffix in suffixes}
+    return sorted(file for file in path.rglob("*") if file.is_file() and file.suffix.lower() in wanted)
 
 
 def _split(windows: int, val_share: float, test_share: float, seed: int) -> list[np.ndarray]:
