@@ -13,6 +13,7 @@ from lightning_accel.data.sequences.length_sampler import LengthBatchSampler, le
 from lightning_accel.data.sequences.splits import GeneratedSequences
 from lightning_accel.data.shards.loader import shard_loader
 from lightning_accel.data.shards.options import ShardOptions
+from lightning_accel.data.shards.random_access import ShardDataset
 from lightning_accel.data.tables.datamodule import CSVFormat, TabularDataModule
 from lightning_accel.data.text.datamodule import TextDataModule
 
@@ -40,6 +41,7 @@ __all__ = [
     "SequenceBatch",
     "SequenceDataModule",
     "SequenceLayout",
+    "ShardDataset",
     "ShardOptions",
     "TabularDataModule",
     "TextDataModule",

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 
 from lightning_accel._private.torch import tree_map_only
 from lightning_accel.data.planned_sampler import PlannedSampler
+from lightning_accel.data.shards.sampler import ShardSampler
 
 
 def undistributed(loader: Any) -> Any:
@@ -23,7 +24,7 @@ def _undistributed_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
     return DataLoader(
         loader.dataset,
         batch_size=loader.batch_size,
-        sampler=loader.sampler.for_one_process() if isinstance(loader.sampler, PlannedSampler) else None,
+        sampler=loader.sampler.for_one_process() if isinstance(loader.sampler, PlannedSampler | ShardSampler) else None,
         collate_fn=loader.collate_fn,
         **_workers(loader, loader.num_workers),
     )

@@ -28,8 +28,8 @@ else:
 
 Rows: TypeAlias = "pa.Table | tuple[Tensor, ...]"
 
-_AHEAD_ROWS = 4096  # largest number of rows that are gathered at once
-_AHEAD_BYTES = 32 << 20
+_AHEAD_ROWS = 16384  # largest number of rows that are gathered at once
+_AHEAD_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
