@@ -8,7 +8,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import lightning as L
 import numpy as np
@@ -33,6 +33,7 @@ from lightning_accel.data.graphs.options import (
     require_sizes,
 )
 from lightning_accel.data.graphs.sampler import GraphBudgetBatchSampler
+from lightning_accel.data.graphs.sharded import ShardedGraphs
 from lightning_accel.data.graphs.splits import (
     GraphSplits,
     TaskName,
@@ -45,6 +46,9 @@ from lightning_accel.data.graphs.substructures import SUBSTRUCTURES
 from lightning_accel.data.graphs.tasks import Level, TargetKind
 from lightning_accel.data.in_memory import in_memory_loader, resumable_loader
 from lightning_accel.data.samplers import ResumableLoader, replicas_and_rank
+from lightning_accel.data.shards.files import is_sharded
+from lightning_accel.data.shards.loader import datamodule_loader
+from lightning_accel.data.shards.splits import Split
 from lightning_accel.data.tables.files import existing_file
 from lightning_accel.ops.names import list_of_names
 from lightning_accel.ops.options import options_of, read_options
@@ -71,6 +75,12 @@ class GraphDataModule(L.LightningDataModule):
     blank. The reverse of each edge is added where a file lacks it; give directed graphs as a data set of PyG. Features
     are standardized to mean 0 and variance 1 over the training data, except those of only zeros and ones.
 
+    **More than fits in memory.** A folder, a pattern or a URL of Parquet, Arrow or JSON lines files (see
+    :func:`lightning_accel.data.shard_loader`) has one graph per row, with the columns of a ``.jsonl`` file. It is read
+    ahead of training. The first run reads all of it once, for the statistics, and keeps these in
+    ``layout.shards.cache_dir``. Files in folders ``train``, ``val`` and ``test``, or named ``train-00000.parquet`` and
+    the like, are for what they say; else whole blocks of the files are the splits.
+
     **Data sets** of PyG are not standardized. Whole numbers in ``x`` are one-hot encoded; whole numbers in
     ``edge_attr``, or ``edge_type`` if there is no ``edge_attr``, are edge types. A single graph with node targets is
     split by its ``train_mask``, ``val_mask`` and ``test_mask``; without a ``val_mask``, ``split.val_share`` of the
@@ -87,7 +97,7 @@ class GraphDataModule(L.LightningDataModule):
     of graphs, or of nodes, as ``graph:node`` if there are several graphs.
 
     Args:
-        path: file of graphs or of edges; by default, ``task`` is used.
+        path: file of graphs or of edges, or a folder, pattern or URL of files; by default, ``task`` is used.
         task: a generated task, if there is no ``path`` or ``dataset``: ``csl`` (the default), 150 circular skip links
             with ten skips in five folds; ``substructures``, counts of seven small graphs in random graphs; ``karate``,
             Zachary's club and its two factions. See ``tasks``.
@@ -104,7 +114,7 @@ class GraphDataModule(L.LightningDataModule):
         seed: seed of the generated graphs, the split, the order and the neighbours.
         num_workers: workers that load batches.
         predict_path: file to predict, in the format of ``path``, with or without targets; by default the test graphs,
-            or all nodes of a single graph.
+            or all nodes of a single graph. Where ``path`` is a folder, this is one, too.
 
     Raises:
         FileNotFoundError: if a file does not exist.
@@ -186,9 +196,21 @@ class GraphDataModule(L.LightningDataModule):
             raise ValueError(
                 f"layout.target must be among {', '.join(SUBSTRUCTURES)}; got {', '.join(sorted(unknown))}"
             )
-        self.path, self.predict_path, nodes = (
-            None if file is None else existing_file(file) for file in (path, predict_path, layout.nodes_path)
-        )
+        self.is_sharded = path is not None and is_sharded(path)
+        self.path, self.predict_path, nodes = path, predict_path, layout.nodes_path
+        if not self.is_sharded:
+            self.path, self.predict_path, nodes = (
+                None if file is None else existing_file(file) for file in (path, predict_path, layout.nodes_path)
+            )
+        elif idle := [
+            name
+            for name, value in {"transform": transform, "num_workers": num_workers or None, **given}.items()
+            if value is not None and (name in ("transform", "num_workers", "layout.nodes_path") or "batches." in name)
+        ]:
+            raise ValueError(
+                f"{', '.join(idle)} would have no effect on {path}, a folder or URL of files, which threads read, a "
+                "graph a row; leave it out"
+            )
         if nodes is not None and self.predict_path is not None:
             raise ValueError(
                 "predict_path has no effect beside layout.nodes_path: all nodes of the graph are predicted"
@@ -207,8 +229,21 @@ class GraphDataModule(L.LightningDataModule):
         self.seed = seed
         self.num_workers = num_workers
 
+    def prepare_data(self) -> None:
+        """List the blocks of a folder and collect its statistics, in one process per machine."""
+        if self.is_sharded:
+            self._sharded_graphs()
+
+    def _sharded_graphs(self) -> ShardedGraphs:
+        assert self.path is not None
+        level, kind = self.layout.level or "graph", self.layout.target_kind or "classification"
+        return ShardedGraphs(self.path, replace(self.layout, level=level, target_kind=kind), self.shares, self.seed)
+
     def setup(self, stage: str | None = None) -> None:
-        if hasattr(self, "train_rows"):  # the Trainer calls setup once per stage
+        if hasattr(self, "train_rows") or hasattr(self, "_graphs"):  # the Trainer calls setup once per stage
+            return
+        if self.is_sharded:
+            self._setup_shards()
             return
         splits, read, source = self._read()
         self._digest = splits.digest(source)
@@ -234,8 +269,29 @@ class GraphDataModule(L.LightningDataModule):
         self._sampler(rows[0], shuffle=True)  # raises for a graph beyond a budget
         self.predict_rows, self.predict_ids = self._rows_to_predict(splits)
         if self.predict_path is not None:
+            assert isinstance(self.predict_path, Path)
             self.predict_rows, self.predict_ids = self._file_to_predict(self.predict_path, features, scales)
         self.train_rows, self.val_rows, self.test_rows = rows
+
+    def _setup_shards(self) -> None:
+        found = self._sharded_graphs()
+        statistics, layout = found.statistics, found.layout
+        assert layout.level is not None
+        assert layout.target_kind is not None
+        self._predicted = found.splits["test"] if self.predict_path is None else found.to_predict(self.predict_path)
+        self.predict_ids = found.ids(self._predicted)
+        self.target_kind = layout.target_kind
+        self.num_features, self.edge_dim = statistics.num_features, statistics.edge_dim
+        self.num_relations = statistics.num_relations
+        self.feature_names = self.relation_names = None
+        self.class_names = statistics.classes
+        self.num_classes = None if statistics.classes is None else len(statistics.classes)
+        self.target_mean, self.target_std = statistics.target_mean, statistics.target_std
+        self.num_targets = None if statistics.target_mean is None else len(statistics.target_mean)
+        self.target_names = list(layout.columns) if len(layout.columns) == self.num_targets else None
+        self._digest = found.digest
+        self.level = layout.level
+        self._graphs = found
 
     def _source_name(self) -> str:
         if self.task is not None:
@@ -252,6 +308,7 @@ class GraphDataModule(L.LightningDataModule):
             splits.graphs = [self._transform_graph(graph) for graph in splits.graphs]
             return splits, None, None
         if self.path is not None:
+            assert isinstance(self.path, Path)
             read = read_graphs(self.path, self.layout)
             kind = self.layout.target_kind or "classification"
             splits = file_splits(read, self.path, kind, self.layout.columns, self.shares, self.seed)
@@ -390,17 +447,37 @@ class GraphDataModule(L.LightningDataModule):
             rank=rank,
         )
 
+    def _shard_loader(self, split: Split | Literal["predict"]) -> DataLoader[Any]:
+        replicas = replicas_and_rank(self)[0]
+        size = self.global_batch_size or 64
+        if size % replicas:
+            raise ValueError(
+                f"global_batch_size={size} must be a multiple of the {replicas} processes, each of which takes as many "
+                "graphs of a folder of files"
+            )
+        blocks = self._predicted if split == "predict" else self._graphs.splits[split]
+        reading = self._graphs.reading(with_target=split != "predict")
+        return datamodule_loader(self, blocks, reading, size // replicas, self.layout.shards, self.seed, split)
+
     def train_dataloader(self) -> DataLoader[Any]:
+        if self.is_sharded:
+            return self._shard_loader("train")
         return self._loader(self.train_rows, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
+        if self.is_sharded:
+            return self._shard_loader("val")
         return self._loader(self.val_rows, shuffle=False)
 
     def test_dataloader(self) -> DataLoader[Any]:
+        if self.is_sharded:
+            return self._shard_loader("test")
         return self._loader(self.test_rows, shuffle=False)
 
     def predict_dataloader(self) -> DataLoader[Any]:
         """Return a loader of equally large batches in the order of ``predict_ids``, within the budget of a process."""
+        if self.is_sharded:
+            return self._shard_loader("predict")
         return in_memory_loader(self.predict_rows, self, self._predict_batch_size(), self.num_workers)
 
     def _predict_batch_size(self) -> int:

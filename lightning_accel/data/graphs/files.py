@@ -36,7 +36,7 @@ else:
 
 _NODE_BYTES = 64  # memory of a node without attributes: features, indices in batches, and their copies
 _FILL = "Fill what is missing, or remove the column"
-_FIELDS = "edges", "num_nodes", "x", "edge_attr", "id"
+FIELDS = "edges", "num_nodes", "x", "edge_attr", "id"
 
 
 @dataclass
@@ -197,7 +197,7 @@ def _read_json_lines(path: Path, layout: GraphLayout, with_target: bool) -> File
 
 
 def _reject_unknown_fields(entry: dict[str, Any], layout: GraphLayout, where: str) -> None:
-    known = list(dict.fromkeys([*_FIELDS, *layout.columns, "y"]))
+    known = list(dict.fromkeys([*FIELDS, *layout.columns, "y"]))
     if unknown := [name for name in entry if name not in known]:
         raise ValueError(
             f"{where} has the field {shown(unknown[0])}, which would not be read{did_you_mean(unknown[0], known)} "

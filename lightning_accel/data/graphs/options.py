@@ -9,6 +9,7 @@ from torch_geometric.data import Dataset
 
 from lightning_accel.data.bounds import require_at_least
 from lightning_accel.data.graphs.tasks import Family, Level, TargetKind
+from lightning_accel.data.shards.options import ShardOptions
 from lightning_accel.ops.names import list_of_names
 
 
@@ -24,12 +25,14 @@ class GraphLayout:
         target: column or field of the target in a file, by default ``y``, or several with one number each; for
             ``substructures``, which of them to count, by default all seven.
         nodes_path: table of nodes that accompanies an edge list.
+        shards: how a folder of files is read.
     """
 
     level: Level | None = None
     target_kind: TargetKind | None = None
     target: str | Sequence[str] | None = None
     nodes_path: str | Path | None = None
+    shards: ShardOptions = ShardOptions()
 
     @property
     def columns(self) -> tuple[str, ...]:

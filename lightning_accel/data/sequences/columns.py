@@ -46,35 +46,44 @@ def steps_of_column(column: pa.ChunkedArray, name: str, where: str) -> tuple[np.
     Raises:
         ValueError: if a row is missing, holds something else, or lists of several lengths.
     """
-    if column.null_count:
-        raise ValueError(f"column {shown(name)} of {where} lacks {column.null_count} of {len(column)} sequences")
-    array = column.combine_chunks()
-    array = pa.concat_arrays(array.chunks) if isinstance(array, pa.ChunkedArray) else array
-    if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
         if name in TOKEN_FIELDS:
             raise ValueError(f"column {shown(name)} of {where} must hold lists of whole numbers; got texts")
-        return _bytes_of(array.cast(pa.large_binary()))
-    lengths = _lengths_of(array, name, where)
+        return _bytes_of(_whole(column, name, where).cast(pa.large_binary()))
+    array, lengths = lists_of_column(column, name, where)
     inner = array.flatten()
     if not _is_list(inner.type):
         return _steps(inner, name, where), lengths
-    widths = _lengths_of(inner, name, where)
+    widths = pc.list_value_length(inner).to_numpy(zero_copy_only=False)
     if len(widths) and widths.min() != widths.max():
         raise ValueError(
             f"all steps in column {shown(name)} of {where} must have equally many values; some have {widths.min()}, "
             f"others {widths.max()}"
         )
-    return _steps(inner.flatten(), name, where).reshape(len(widths), -1), lengths
+    return _steps(inner.flatten(), name, where).reshape(len(widths), widths[0] if len(widths) else 0), lengths
+
+
+def lists_of_column(column: pa.ChunkedArray, name: str, where: str) -> tuple[pa.Array, np.ndarray]:
+    """Return a column of lists as one array, and their lengths (R,) int64.
+
+    Raises:
+        ValueError: if a row is missing, or no list.
+    """
+    array = _whole(column, name, where)
+    if not _is_list(array.type):
+        raise ValueError(f"column {shown(name)} of {where} must hold lists; got {array.type}")
+    return array, pc.list_value_length(array).to_numpy(zero_copy_only=False).astype(np.int64)
+
+
+def _whole(column: pa.ChunkedArray, name: str, where: str) -> pa.Array:
+    if column.null_count:
+        raise ValueError(f"column {shown(name)} of {where} lacks {column.null_count} of {len(column)} rows")
+    array = column.combine_chunks()
+    return pa.concat_arrays(array.chunks) if isinstance(array, pa.ChunkedArray) else array
 
 
 def _is_list(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-
-
-def _lengths_of(array: pa.Array, name: str, where: str) -> np.ndarray:
-    if not _is_list(array.type):
-        raise ValueError(f"column {shown(name)} of {where} must hold lists or texts; got {array.type}")
-    return pc.list_value_length(array).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
 def _bytes_of(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:

@@ -184,7 +184,7 @@ class SequenceDataModule(L.LightningDataModule):
         return ShardedSequences(self.path, self.layout, self.shares, self.seed, self.shards)
 
     def setup(self, stage: str | None = None) -> None:
-        if hasattr(self, "target_kind"):  # the Trainer calls setup once per stage
+        if hasattr(self, "train_rows") or hasattr(self, "_sequences"):  # the Trainer calls setup once per stage
             return
         if self.is_sharded:
             self._setup_shards()
@@ -208,7 +208,7 @@ class SequenceDataModule(L.LightningDataModule):
         return generated_splits(self.lengths, self.num_sequences, self.shares, self.seed)
 
     def _setup_shards(self) -> None:
-        found = self._sequences = self._sharded_sequences()
+        found = self._sharded_sequences()
         statistics = found.statistics
         self._predicted = found.splits["test"] if self.predict_path is None else found.to_predict(self.predict_path)
         self.predict_ids = found.ids(self._predicted)
@@ -221,6 +221,7 @@ class SequenceDataModule(L.LightningDataModule):
         self.num_targets = None if statistics.target_mean is None else len(statistics.target_mean)
         self._digest = found.digest
         self.target_kind = self.layout.target_kind
+        self._sequences = found
 
     def _describe(self, splits: SequenceSplits) -> None:
         self.target_kind = splits.kind

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_accel.data.quoting import listed, shown
+from lightning_accel.data.quoting import shown
 from lightning_accel.data.sequences.batch import IGNORED, SequenceBatch
 from lightning_accel.data.sequences.columns import find_sequence_column, steps_of_column
 from lightning_accel.data.sequences.dataset import SequenceDataset
@@ -25,8 +25,13 @@ from lightning_accel.data.shards.moments import Moments
 from lightning_accel.data.shards.options import ShardOptions
 from lightning_accel.data.shards.reader import ReadOptions
 from lightning_accel.data.shards.splits import Split, split_blocks
-from lightning_accel.data.tables.columns import numbers_of_column, texts_of_column
-from lightning_accel.data.tables.files import LARGEST, numbers_first
+from lightning_accel.data.tables.columns import (
+    codes_of_column,
+    quantities_of_column,
+    require_classes,
+    texts_of_column,
+)
+from lightning_accel.data.tables.files import LARGEST
 from lightning_accel.data.whole_files import whole_file
 from lightning_accel.ops.extras import import_on_use
 
@@ -153,10 +158,10 @@ class SequenceEncoder:
         target = labels = None
         match self.kind:
             case "classification":
-                target = torch.from_numpy(_numbers_of(table[self.layout.target], self._numbers))
+                target = torch.from_numpy(codes_of_column(table[self.layout.target], self._numbers))
             case "regression":
                 target = torch.from_numpy(
-                    _quantities(table[self.layout.target], self.layout.target, self.where)
+                    quantities_of_column(table[self.layout.target], self.layout.target, self.where)
                 ).float()
                 target = target.squeeze(1) if target.shape[1] == 1 else target
             case "labelling":
@@ -171,7 +176,7 @@ class SequenceEncoder:
                     f"{self.where} holds the token {int(found.max())}; those trained on go up to "
                     f"{(self.statistics.vocab_size or 0) - 1}"
                 )
-            return torch.from_numpy(found.copy())  # arrays of Arrow are read-only
+            return torch.tensor(found)  # copies: arrays of Arrow are read-only
         if found.ndim == 1 or (len(found) and found.shape[1] != len(self.statistics.mean)):
             raise ValueError(
                 f"{self.where} must hold {len(self.statistics.mean)} values a step, as the training sequences; got "
@@ -206,17 +211,9 @@ def _collect(blocks: Blocks, train: np.ndarray, column: str, layout: SequenceLay
                 steps.add(found.steps)
             if trains and found.target is not None:
                 target.add(found.target)
-    where = f"the column {shown(layout.target)} of {blocks.files.root}"
     statistics = SequenceStatistics(column)
     if layout.target_kind in ("classification", "labelling"):
-        if unknown := sorted(classes[False] - classes[True]):
-            raise ValueError(
-                f"{where} holds {listed(unknown, 3)} in rows that validate or test alone; each class must be in rows "
-                "that train. Shuffle the rows over the files, or put other files in folders train, val and test"
-            )
-        if len(classes[True]) < 2:
-            raise ValueError(f"{where} holds one class only, {listed(sorted(classes[True]))}; two or more are needed")
-        statistics.classes = sorted(classes[True], key=numbers_first)
+        statistics.classes = require_classes(*classes, f"the column {shown(layout.target)} of {blocks.files.root}")
     if layout.target_kind == "regression":
         statistics.target_mean, statistics.target_std = target.mean.tolist(), target.std.tolist()
     if steps.count:
@@ -248,7 +245,7 @@ def _of_block(blocks: Blocks, column: str, layout: SequenceLayout, block: int) -
                 raise ValueError(f"column {shown(layout.target)} of {where} lacks {int((codes < 0).sum())} classes")
             found.classes = {*names}
         case "regression":
-            found.target = Moments.of(_quantities(table[layout.target], layout.target, where))
+            found.target = Moments.of(quantities_of_column(table[layout.target], layout.target, where))
         case "labelling":
             labels, of = table[layout.target].combine_chunks(), f"column {shown(layout.target)} of {where}"
             if not pa.types.is_list(labels.type) and not pa.types.is_large_list(labels.type):
@@ -261,28 +258,6 @@ def _of_block(blocks: Blocks, column: str, layout: SequenceLayout, block: int) -
     return found
 
 
-def _quantities(column: pa.ChunkedArray, name: str, where: str) -> np.ndarray:
-    """Return targets (R, K) float64."""
-    array = column.combine_chunks()
-    width = 1
-    if isinstance(array, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray):
-        widths = np.unique(pc.list_value_length(array).to_numpy(zero_copy_only=False))
-        if len(widths) > 1 or array.null_count:
-            raise ValueError(f"all targets in column {shown(name)} of {where} must be equally long")
-        width, array = int(widths[0]), array.flatten()
-    if not (pa.types.is_integer(array.type) or pa.types.is_floating(array.type) or pa.types.is_boolean(array.type)):
-        raise ValueError(f"column {shown(name)} of {where} must hold numbers, or lists of them; got {array.type}")
-    numbers = numbers_of_column(pa.chunked_array([array]), name, lambda: where).reshape(-1, width)
-    if np.isnan(numbers).any():
-        raise ValueError(f"column {shown(name)} of {where} lacks a target. Remove those rows")
-    return numbers
-
-
-def _numbers_of(column: pa.ChunkedArray, numbers: dict[str, int]) -> np.ndarray:
-    codes, names = texts_of_column(column)
-    return np.array([*(numbers.get(name, IGNORED) for name in names), IGNORED], np.int64)[codes]
-
-
 def _labels(column: pa.ChunkedArray, numbers: dict[str, int]) -> Tensor:
     flat = pa.chunked_array([column.combine_chunks().flatten()])
-    return torch.from_numpy(_numbers_of(flat, numbers).astype(np.int32))
+    return torch.from_numpy(codes_of_column(flat, numbers, unknown=IGNORED, missing=IGNORED).astype(np.int32))

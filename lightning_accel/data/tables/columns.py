@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_accel.data.quoting import shown
-from lightning_accel.data.tables.files import LARGEST
+from lightning_accel.data.quoting import listed, shown
+from lightning_accel.data.tables.files import LARGEST, numbers_first
 from lightning_accel.ops.extras import import_on_use
 
 if TYPE_CHECKING:
@@ -48,3 +48,49 @@ def _text_of(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         return str(int(value))  # whole numbers are floats where some rows lack them
     return str(value)
+
+
+def codes_of_column(
+    column: pa.ChunkedArray, numbers: dict[str, int], *, unknown: int = -1, missing: int = -1
+) -> np.ndarray:
+    """Return the number of each row's text (n,) int64, ``unknown`` if the text has none, ``missing`` without a text."""
+    codes, names = texts_of_column(column)
+    return np.array([*(numbers.get(name, unknown) for name in names), missing], np.int64)[codes]
+
+
+def quantities_of_column(column: pa.ChunkedArray, name: str, where: str) -> np.ndarray:
+    """Return numbers, or lists of K numbers, as (n, K) float64.
+
+    Raises:
+        ValueError: if one is missing, infinite or too large, or lists differ in their length.
+    """
+    array = column.combine_chunks()
+    array = pa.concat_arrays(array.chunks) if isinstance(array, pa.ChunkedArray) else array
+    width = 1
+    if isinstance(array, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray):
+        widths = np.unique(pc.list_value_length(array).to_numpy(zero_copy_only=False))
+        if len(widths) > 1 or array.null_count:
+            raise ValueError(f"all lists in column {shown(name)} of {where} must be equally long")
+        width, array = int(widths[0]) if len(widths) else 1, array.flatten()
+    if not (pa.types.is_integer(array.type) or pa.types.is_floating(array.type) or pa.types.is_boolean(array.type)):
+        raise ValueError(f"column {shown(name)} of {where} must hold numbers, or lists of them; got {array.type}")
+    numbers = numbers_of_column(pa.chunked_array([array]), name, lambda: where).reshape(-1, width)
+    if np.isnan(numbers).any():
+        raise ValueError(f"column {shown(name)} of {where} lacks {np.isnan(numbers).sum()} numbers. Remove those rows")
+    return numbers
+
+
+def require_classes(others: set[str], train: set[str], where: str) -> list[str]:
+    """Return the names of the classes that ``train``, sorted.
+
+    Raises:
+        ValueError: if there is one only, or others are in rows that do not train.
+    """
+    if unknown := sorted(others - train):
+        raise ValueError(
+            f"{where} holds {listed(unknown, 3)} in rows that validate or test alone; each class must be in rows that "
+            "train. Shuffle the rows over the files, or put other files in folders train, val and test"
+        )
+    if len(train) < 2:
+        raise ValueError(f"{where} holds one class only, {listed(sorted(train))}; two or more are needed")
+    return sorted(train, key=numbers_first)

@@ -172,7 +172,7 @@ class TabularDataModule(InMemoryDataModule):
             self._sharded_table()
 
     def setup(self, stage: str | None = None) -> None:
-        if hasattr(self, "num_classes"):  # the Trainer calls setup once per stage
+        if hasattr(self, "train_rows") or hasattr(self, "_table"):  # the Trainer calls setup once per stage
             return
         if self.is_sharded:
             self._table = self._sharded_table()

@@ -19,7 +19,7 @@ from lightning_accel.data.shards.blocks import Blocks, find_blocks
 from lightning_accel.data.shards.options import ShardOptions
 from lightning_accel.data.shards.reader import ReadOptions
 from lightning_accel.data.shards.splits import Split, split_blocks
-from lightning_accel.data.tables.columns import numbers_of_column, texts_of_column
+from lightning_accel.data.tables.columns import codes_of_column, numbers_of_column
 from lightning_accel.data.tables.statistics import MISSING, table_statistics
 from lightning_accel.data.whole_files import whole_file
 
@@ -118,18 +118,16 @@ class TableEncoder:
             if column["categories"] is None:
                 columns.append(numbers_of_column(table[name], name, lambda: str(self.location)))
             else:
-                columns.append(self._codes(table[name], self._numbers_of[name]).astype(np.float64))
+                columns.append(self._categories(table[name], name))
         rows = torch.from_numpy(np.stack(columns, axis=1))
         if self.target is None:
             return (rows,)
-        return rows, torch.from_numpy(self._codes(table[self.target], self._classes))
+        return rows, torch.from_numpy(codes_of_column(table[self.target], self._classes))
 
     def collate(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return self.encoder(rows[0]), *rows[1:]
 
-    @staticmethod
-    def _codes(column: pa.ChunkedArray, numbers: dict[str, int]) -> np.ndarray:
-        """Return the number of each row's text (B,) int64; -1 for one without a number."""
-        codes, names = texts_of_column(column)
-        known = np.array([*(numbers.get(name, -1) for name in names), numbers.get(MISSING, -1)], np.int64)
-        return known[codes]
+    def _categories(self, column: pa.ChunkedArray, name: str) -> np.ndarray:
+        """Return the index of each row's category (B,) float64, -1 for one that the training rows lack."""
+        numbers = self._numbers_of[name]
+        return codes_of_column(column, numbers, missing=numbers.get(MISSING, -1)).astype(np.float64)

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from lightning_accel.data.quoting import listed, shown
+from lightning_accel.data.quoting import shown
 from lightning_accel.data.shards.blocks import Blocks
 from lightning_accel.data.shards.moments import Moments
-from lightning_accel.data.tables.columns import numbers_of_column, texts_of_column
-from lightning_accel.data.tables.files import numbers_first
+from lightning_accel.data.tables.columns import numbers_of_column, require_classes, texts_of_column
 from lightning_accel.ops.extras import import_on_use
 
 if TYPE_CHECKING:
@@ -120,14 +119,7 @@ def table_statistics(
             for name, names in found.texts.items() if of_training else ():
                 texts[name].update(names)
                 _require_few(texts[name], name, blocks, name in categorical)
-    where = f"the target column {shown(target)} of {blocks.files.root}"
-    if unknown := sorted(classes[False] - classes[True]):
-        raise ValueError(
-            f"{where} holds {listed(unknown, 3)} in rows that validate or test alone; each class must be in rows that "
-            "train. Shuffle the rows over the files, or put other files in folders train, val and test"
-        )
-    if len(classes[True]) < 2:
-        raise ValueError(f"{where} holds one class only, {listed(sorted(classes[True]))}; two or more are needed")
+    found_classes = require_classes(*classes, f"the target column {shown(target)} of {blocks.files.root}")
     for name in texts.keys() - {*categorical}:
         present = texts[name] - {MISSING}
         if present and all(map(_is_number, present)):
@@ -135,8 +127,7 @@ def table_statistics(
                 f"column {shown(name)} of {blocks.files.root} holds {shown(min(present))} and the like, numbers that "
                 "are written as texts; write them as numbers, or list the column under categorical"
             )
-    names = sorted(classes[True], key=numbers_first)
-    return TableStatistics(numbers, {name: sorted(found) for name, found in texts.items()}, names)
+    return TableStatistics(numbers, {name: sorted(found) for name, found in texts.items()}, found_classes)
 
 
 def _holds_numbers(blocks: Blocks, name: str) -> bool:
