@@ -173,7 +173,7 @@ class GraphEncoder:
         if self._numbers:
             [column] = _target_columns(table, self.layout, num_nodes, self.where)
             return torch.from_numpy(codes_of_column(column, self._numbers))
-        target = torch.from_numpy(_quantities(table, self.layout, num_nodes, self.where)).float()
+        target = torch.tensor(_quantities(table, self.layout, num_nodes, self.where), dtype=torch.float32)
         return target[:, 0] if target.shape[1] == 1 else target
 
     def _encoded(self, values: np.ndarray | None, name: str, width: int) -> Tensor:

@@ -42,8 +42,9 @@ else:
     pa = import_on_use("pyarrow")
     pc = import_on_use("pyarrow.compute")
 
-_SORTED_BATCHES = 64  # steps whose sequences are sorted by length together
-_SORTED_ROWS = 8192  # at most that many sequences
+_SORTED_STEPS = 256  # largest number of steps whose sequences are sorted by length together,
+_SORTED_ROWS = 16384  # of their sequences,
+_SORTED_BYTES = 64 << 20  # and of the bytes of these
 
 
 @dataclass
@@ -119,8 +120,10 @@ class ShardedSequences:
         encoder = SequenceEncoder(self.statistics, self.layout, with_target, str(self.location))
         if in_order:
             return ReadOptions(encoder.columns, encoder)
-        batches = max(1, min(_SORTED_BATCHES, _SORTED_ROWS // global_batch_size))
-        return ReadOptions(encoder.columns, encoder, None, encoder.lengths, batches * global_batch_size)
+        train = self.splits["train"]
+        rows = min(_SORTED_ROWS, _SORTED_BYTES * train.num_rows // max(1, int(train.nbytes.sum())))
+        steps = max(1, min(_SORTED_STEPS, rows // global_batch_size))
+        return ReadOptions(encoder.columns, encoder, None, encoder.lengths, steps * global_batch_size)
 
     def to_predict(self, location: str | Path) -> Blocks:
         """Return the blocks of other files with sequences in the same column."""
@@ -160,9 +163,8 @@ class SequenceEncoder:
             case "classification":
                 target = torch.from_numpy(codes_of_column(table[self.layout.target], self._numbers))
             case "regression":
-                target = torch.from_numpy(
-                    quantities_of_column(table[self.layout.target], self.layout.target, self.where)
-                ).float()
+                numbers = quantities_of_column(table[self.layout.target], self.layout.target, self.where)
+                target = torch.tensor(numbers, dtype=torch.float32)
                 target = target.squeeze(1) if target.shape[1] == 1 else target
             case "labelling":
                 labels = _labels(table[self.layout.target], self._numbers)
@@ -233,7 +235,7 @@ def _of_block(blocks: Blocks, column: str, layout: SequenceLayout, block: int) -
     steps, lengths = steps_of_column(table[column], column, where)
     found = _Found()
     if steps.ndim == 1:
-        found.largest = int(steps.max(initial=-1))
+        found.largest = int(steps.max()) if len(steps) else -1
     elif len(steps):
         if not (np.abs(steps) <= LARGEST).all():
             raise ValueError(f"column {shown(column)} of {where} must hold numbers of at most {LARGEST:g}")

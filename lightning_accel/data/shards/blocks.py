@@ -113,8 +113,6 @@ def find_blocks(location: str | Path, cache: Path = CACHE) -> Blocks:
         described = np.frombuffer(blocks.schema.serialize(), np.uint8)
         with whole_file(kept) as partial:
             np.savez(partial, schema=described, **{name: getattr(blocks, name) for name in _ARRAYS})
-    if not len(blocks):
-        raise ValueError(f"{location} holds {len(files.names)} {files.kind} files without a row")
     return blocks
 
 
@@ -122,6 +120,8 @@ def _list_all(files: ShardFiles) -> Blocks:
     with ThreadPoolExecutor(_OPENED) as pool:
         found = [*pool.map(lambda file: list_blocks(files, file), range(len(files.names)))]
     filled = [file for file, one in enumerate(found) if one.rows]
+    if not filled:
+        raise ValueError(f"{files.root} holds {len(files.names)} {files.kind} files without a row")
     for file in filled if files.kind not in (".jsonl", ".ndjson") else ():  # a field may be left out of lines
         if lacking := {*found[filled[0]].schema.names} ^ {*found[file].schema.names}:
             raise ValueError(

@@ -1,0 +1,212 @@
+"""Tables in folders: encoded as scikit-learn encodes their training rows, split by blocks, read once."""
+
+import json
+
+import lightning as L
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from lightning_accel.data import CSVFormat, ShardOptions, TabularDataModule
+from lightning_accel.data.tables import statistics
+from lightning_accel.data.tables.datamodule import _make_encoder
+from lightning_accel.models import MoEClassifier
+
+
+@pytest.fixture(scope="module")
+def flowers():
+    rng = np.random.default_rng(0)
+    rows = 400
+    table = pd.DataFrame(
+        {
+            "length": rng.normal(1e6, 5, rows),
+            "width": np.where(rng.random(rows) < 0.2, np.nan, rng.integers(0, 9, rows)),
+            "colour": rng.choice(["red", "blue", None], rows),
+            "zone": rng.integers(8, 11, rows),
+            "wild": rng.random(rows) < 0.5,
+            "constant": 0.1,
+            "species": rng.choice(["iris", "rose", "tulip"], rows),
+        }
+    )
+    table["half"] = pd.array(np.where(table["zone"] == 9, None, table["zone"]), "Int64")
+    return pa.Table.from_pandas(table, preserve_index=False)
+
+
+def folder_of(path, table, kind="parquet"):
+    path.mkdir()
+    for number in range(4):
+        part = table.slice(100 * number, 100)
+        if kind == "parquet":
+            pq.write_table(part, path / f"{number}.parquet", row_group_size=9)
+        else:
+            (path / f"{number}.jsonl").write_text("\n".join(json.dumps(row) for row in part.to_pylist()))
+    return path
+
+
+def data_of(folder, **options):
+    shards = ShardOptions(cache_dir=folder.parent / "cache")
+    return TabularDataModule(
+        folder, "species", **{"categorical": "zone", "batch_size": 16, "shards": shards, **options}
+    )
+
+
+def test_rows_are_encoded_as_scikit_learn_encodes_the_training_rows(tmp_path, flowers):
+    data = data_of(folder_of(tmp_path / "rows", flowers))
+    data.prepare_data()
+    data.setup()
+    names = ["length", "width", "wild", "constant", "half", "colour", "zone"]
+    splits = {}
+    for split, blocks in data._table.splits.items():
+        found = pa.concat_tables([blocks.read(block, flowers.column_names) for block in range(len(blocks))]).to_pandas()
+        found["colour"] = found["colour"].astype(object).where(found["colour"].notna(), "<missing>")
+        splits[split] = found.assign(
+            zone=found["zone"].astype(str).astype(object),
+            half=found["half"].astype(float),
+            wild=found["wild"].astype(float),
+        )
+    assert [len(found) for found in splits.values()] == [290, 63, 47]
+    encoder = _make_encoder({name: name not in ("colour", "zone") for name in names}).fit(splits["train"][names])
+    assert data.feature_names[:5] == names[:5]
+    assert data.feature_names[5:8] == ["missingindicator_width", "missingindicator_half", "colour=<missing>"]
+    assert data.class_names == ["iris", "rose", "tulip"]
+    for split, loader in (("test", data.test_dataloader()), ("val", data.val_dataloader())):
+        features, classes = map(torch.cat, zip(*loader, strict=True))
+        expected = torch.tensor(encoder.transform(splits[split][names]), dtype=torch.float32)
+        torch.testing.assert_close(features, expected, rtol=1e-6, atol=2e-6)  # the length's mean is 2e5 deviations off
+        assert [data.class_names[number] for number in classes] == splits[split]["species"].tolist()
+    rows = torch.cat([batch[0] for batch in data.train_dataloader()])
+    assert rows.shape == (288, data.num_features)  # 18 whole batches
+    assert sum(len(batch[0]) for batch in data.predict_dataloader()) == 47
+    columns = data.preprocessing().columns
+    assert columns[-1] == {"name": "zone", "categories": ["10", "8", "9"]}
+
+
+def test_lines_of_json_are_encoded_as_parquet_files(tmp_path, flowers):
+    parquet = data_of(folder_of(tmp_path / "parquet", flowers.slice(0, 400)), val_share=0.25, test_share=0.25)
+    lines = data_of(folder_of(tmp_path / "lines", flowers, "jsonl"), val_share=0.25, test_share=0.25)
+    parquet.setup()
+    lines.setup()
+    assert lines.feature_names == parquet.feature_names
+    assert lines._table.splits["train"].num_rows == 200
+
+
+def test_statistics_are_collected_once(tmp_path, flowers, monkeypatch):
+    folder = folder_of(tmp_path / "rows", flowers)
+    first = data_of(folder)
+    first.setup()
+    monkeypatch.setattr("lightning_accel.data.tables.sharded.table_statistics", lambda *_: pytest.fail("read again"))
+    again = data_of(folder, batch_size=3)
+    again.setup()
+    assert again._table.encoder.mean.equal(first._table.encoder.mean)
+    assert again.state_dict() == first.state_dict()
+
+
+def test_medians_of_many_rows_are_those_of_a_sample(tmp_path, flowers, monkeypatch):
+    monkeypatch.setattr(statistics, "_SAMPLE", 600)  # values, of 6 columns
+    data = data_of(folder_of(tmp_path / "rows", flowers), categorical=[], exclude="colour")
+    data.setup()
+    length = np.array(flowers["length"])
+    assert abs(data._table.encoder.median[0].item() - np.median(length)) < 5 * 3 / 100**0.5
+    assert data._table.encoder.median[0].item() != np.median(length)
+
+
+def test_a_module_trains_and_a_checkpoint_of_another_split_is_refused(tmp_path, flowers):
+    folder = folder_of(tmp_path / "rows", flowers)
+    trainer = L.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )  # fmt: skip
+    data = data_of(folder)
+    data.setup()
+    model = MoEClassifier(data.num_features, data.num_classes, experts={"hidden_dim": 4, "num_experts": 2})
+    trainer.fit(model, data)
+    [ckpt_path] = tmp_path.rglob("*.ckpt")
+    assert len(trainer.predict(model, data)) == 3
+    trainer.validate(model, data_of(folder), ckpt_path=ckpt_path, verbose=False)
+    with pytest.raises(ValueError, match=r"the checkpoint was trained on other data than .*rows as configured: split"):
+        trainer.validate(model, data_of(folder, seed=1), ckpt_path=ckpt_path, verbose=False)
+
+
+def test_other_files_are_predicted(tmp_path, flowers):
+    folder = folder_of(tmp_path / "rows", flowers)
+    (tmp_path / "new").mkdir()
+    new = flowers.drop_columns("species").slice(0, 5).to_pandas()
+    new.loc[0, "colour"] = "green"  # not among the training rows
+    pq.write_table(pa.Table.from_pandas(new, preserve_index=False), tmp_path / "new" / "a.parquet")
+    data = data_of(folder, predict_path=tmp_path / "new")
+    data.setup()
+    [[features]] = data.predict_dataloader()
+    assert features.shape == (5, data.num_features)
+    assert features[:, -6:].sum(dim=1).tolist() == [1, 2, 2, 2, 2]
+
+
+def changed(flowers, **columns):
+    for name, values in columns.items():
+        flowers = flowers.drop_columns([name] if name in flowers.column_names else []).append_column(name, [values])
+    return flowers
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "message"),
+    [
+        ({}, {"target": "specie"}, r"no column 'specie'; did you mean 'species'\?"),
+        ({}, {"exclude": ["lenght"]}, r"no column 'lenght'; did you mean 'length'\?"),
+        (
+            {"length": [np.inf] * 400},
+            {},
+            r"column 'length' of .*0.parquet, row group 0 must hold numbers of at most 1e",
+        ),
+        (
+            {"code": ["1", "2"] * 200},
+            {},
+            r"column 'code' of .* holds '1' and the like, numbers that are written as texts",
+        ),
+        ({"day": pa.array([0] * 400, pa.timestamp("s"))}, {}, "column 'day' of .* holds dates"),
+        ({"list": [[1]] * 400}, {}, r"column 'list' of .* holds lists or bytes \(list<.*>\)"),
+        (
+            {"species": [None] + ["a", "b", "c"] * 133},
+            {},
+            r"column 'species' .*0.parquet, row group 0 lacks 1 of 9 values",
+        ),
+        ({"species": ["a"] * 400}, {}, r"holds one class only, a; two or more are needed"),
+        ({"colour=red": [1.0] * 400}, {}, r"gives two features the name 'colour=red'"),
+    ],
+)
+def test_tables_that_cannot_be_read_are_refused_before_training(tmp_path, flowers, columns, options, message):
+    table = changed(flowers, **{name: pa.array(values) for name, values in columns.items()})
+    folder = folder_of(tmp_path / "rows", table)
+    target = options.pop("target", "species")
+    data = TabularDataModule(folder, target, shards=ShardOptions(cache_dir=tmp_path / "cache"), **options)
+    with pytest.raises(ValueError, match=message):
+        data.setup()
+
+
+def test_keys_are_refused_and_classes_that_do_not_train(tmp_path, flowers, monkeypatch):
+    monkeypatch.setattr(statistics, "_MOST_TEXTS", 50)
+    folder = folder_of(tmp_path / "keys", changed(flowers, key=pa.array([f"k{row}" for row in range(400)])))
+    with pytest.raises(
+        ValueError, match=r"column 'key' of .* holds more than 50 different texts; leave it out if it is a"
+    ):
+        data_of(folder).setup()
+    data_of(folder, exclude="key").setup()
+    data_of(folder, categorical=["key"]).setup()
+    data = data_of(folder, exclude="key")
+    data.setup()
+    [name] = {data._table.splits["val"].name_of(0)}
+    number = int(name.split("/")[-1].split(".")[0]) * 100 + int(name.split()[-1]) * 9
+    species = flowers["species"].to_pylist()
+    species[number] = "rare"
+    folder = folder_of(tmp_path / "rare", changed(flowers, species=pa.array(species)))
+    with pytest.raises(
+        ValueError, match=r"holds rare in rows that validate or test alone; each class must be in rows that"
+    ):
+        data_of(folder).setup()
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 1}, {"csv": CSVFormat(separator=";")}], ids=str)
+def test_options_without_effect_are_refused(tmp_path, options):
+    with pytest.raises(ValueError, match="csv and num_workers have no effect on them; leave these out"):
+        TabularDataModule(tmp_path, "y", **options)
