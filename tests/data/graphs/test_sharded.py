@@ -163,7 +163,7 @@ def test_a_module_trains_on_each_graph_once(tmp_path):
     )
     trainer.fit(model, data)
     assert trainer.global_step == data._graphs.splits["train"].num_rows // 16
-    assert sum(map(len, trainer.predict(model, data))) == len(data.predict_ids)
+    assert sum(len(part["class"]) for part in trainer.predict(model, data)) == len(data.predict_ids)
 
 
 @pytest.mark.parametrize(
