@@ -80,7 +80,7 @@ def read_block(
             case ".arrow" | ".feather":
                 table = pa.Table.from_batches([_record_batches(files, file)[place[0]]])
             case _:
-                piece = files.fs.cat_file(files.path_of(file), *place)
+                piece = files.fs.cat_file(files.path_of(file), start=place[0], end=place[1])
                 return _parse_lines(piece, schema).select(columns)
         wanted = pa.schema([schema.field(name) for name in columns])
         table = table.select(columns)
