@@ -35,7 +35,11 @@ def folder(run_folder, monkeypatch):
     shutil.copytree(ROOT / "configs", run_folder / "configs")
     iris = load_iris(as_frame=True)
     species = iris.frame.pop("target").map(dict(enumerate(iris.target_names)))
-    iris.frame.assign(species=species).to_csv(run_folder / "flowers.csv", index=False)
+    flowers = iris.frame.assign(species=species).sample(frac=1, random_state=0)
+    flowers.to_csv(run_folder / "flowers.csv", index=False)
+    (run_folder / "flowers").mkdir()
+    for part in range(3):
+        flowers[50 * part : 50 * part + 50].to_parquet(run_folder / "flowers" / f"{part}.parquet", row_group_size=5)
     gestures = [
         {"values": [[0.1 * step, float(kind)] for step in range(5 + i % 9)], "target": ("rest", "wave")[kind]}
         for i in range(120)
@@ -61,7 +65,7 @@ def folder(run_folder, monkeypatch):
 
 
 def test_snippets_were_found():
-    assert (len(SCRIPTS), len(COMMANDS)) == (15, 22)
+    assert (len(SCRIPTS), len(COMMANDS)) == (16, 23)
     assert [file for _, file, _ in BLOCKS if file] == ["my_module.py", "project.py", "my_ops/add.cpp"]
 
 

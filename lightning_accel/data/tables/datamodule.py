@@ -151,7 +151,9 @@ class TabularDataModule(InMemoryDataModule):
         self.predict_path = predict_path
         if predict_path is not None and not self.is_sharded:
             self.predict_path = existing_file(predict_path)
-        if self.is_sharded and (num_workers or read_options(CSVFormat, csv) != CSVFormat()):
+        self.csv = read_options(CSVFormat, csv)
+        is_plain = self.csv == CSVFormat(missing=self.csv.missing) and not list_of_names(self.csv.missing)
+        if self.is_sharded and (num_workers or not is_plain):
             raise ValueError(
                 f"{path} is a folder or URL of files, which threads read: csv and num_workers have no effect on them; "
                 "leave these out"
@@ -159,7 +161,6 @@ class TabularDataModule(InMemoryDataModule):
         self.target = target
         self.categorical = list_of_names(categorical)
         self.exclude = list_of_names(exclude)
-        self.csv = read_options(CSVFormat, csv)
         self.val_share = val_share
         self.test_share = test_share
         self.seed = seed
