@@ -204,12 +204,12 @@ class GraphDataModule(L.LightningDataModule):
             )
         elif idle := [
             name
-            for name, value in {"transform": transform, "num_workers": num_workers or None, **given}.items()
-            if value is not None and (name in ("transform", "num_workers", "layout.nodes_path") or "batches." in name)
+            for name, value in {"transform": transform, **given}.items()
+            if value is not None and (name in ("transform", "layout.nodes_path") or "batches." in name)
         ]:
             raise ValueError(
-                f"{', '.join(idle)} would have no effect on {path}, a folder or URL of files, which threads read, a "
-                "graph a row; leave it out"
+                f"{', '.join(idle)} would have no effect on {path}, a folder or URL of files with a graph a row; leave "
+                "it out"
             )
         if nodes is not None and self.predict_path is not None:
             raise ValueError(
@@ -457,7 +457,9 @@ class GraphDataModule(L.LightningDataModule):
             )
         blocks = self._predicted if split == "predict" else self._graphs.splits[split]
         reading = self._graphs.reading(with_target=split != "predict")
-        return datamodule_loader(self, blocks, reading, size // replicas, self.layout.shards, self.seed, split)
+        return datamodule_loader(
+            self, blocks, reading, size // replicas, self.num_workers, self.layout.shards, self.seed, split
+        )
 
     def train_dataloader(self) -> DataLoader[Any]:
         if self.is_sharded:

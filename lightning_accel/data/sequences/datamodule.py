@@ -138,10 +138,10 @@ class SequenceDataModule(L.LightningDataModule):
         if not self.is_sharded:
             self.path = None if path is None else existing_file(path)
             self.predict_path = None if predict_path is None else existing_file(predict_path)
-        elif num_workers or chunk_steps is not None or max_tokens is not None:
+        elif chunk_steps is not None or max_tokens is not None:
             raise ValueError(
-                f"{path} is a folder or URL of files, which threads read, a sequence a row: num_workers, chunk_steps "
-                "and max_tokens have no effect on them; leave these out"
+                f"{path} is a folder or URL of files, on which chunk_steps and max_tokens have no effect; leave "
+                "them out"
             )
         self.task: TaskName | None = "digits_rows" if task is None and path is None else task
         self.layout = replace(layout, values=tuple(list_of_names(layout.values)))
@@ -306,7 +306,7 @@ class SequenceDataModule(L.LightningDataModule):
         blocks = self._predicted if split == "predict" else self._sequences.splits[split]
         reading = self._sequences.reading(self.global_batch_size, with_target=not predicts, in_order=predicts)
         size = self.global_batch_size // replicas
-        return datamodule_loader(self, blocks, reading, size, self.shards, self.seed, split)
+        return datamodule_loader(self, blocks, reading, size, self.num_workers, self.shards, self.seed, split)
 
     def _longest_first(self, rows: SequenceDataset) -> LengthBatchSampler:
         max_tokens = None if self.chunk_steps else self.max_tokens  # may be less than a whole sequence

@@ -117,7 +117,7 @@ def _unpacked(group: Any) -> int:
 def _read_row_group(files: ShardFiles, file: int, group: int, columns: Sequence[str]) -> pa.Table:
     path = files.path_of(file)
     if files.is_local:
-        with pq.ParquetFile(path) as parquet:
+        with pq.ParquetFile(path, metadata=_metadata_of(path, files.versions[file])) as parquet:
             return parquet.read_row_group(group, columns=list(columns), use_threads=False)
     from fsspec.parquet import open_parquet_file  # needs pyarrow
 
@@ -127,6 +127,12 @@ def _read_row_group(files: ShardFiles, file: int, group: int, columns: Sequence[
         pq.ParquetFile(opened) as parquet,
     ):
         return parquet.read_row_group(group, columns=list(columns), use_threads=False)
+
+
+@lru_cache(maxsize=256)
+def _metadata_of(path: str, version: str) -> pq.FileMetaData:
+    """Return the description at the end of a Parquet file, which takes as long to read as a block."""
+    return pq.read_metadata(path)
 
 
 def _record_batches(files: ShardFiles, file: int) -> list[pa.RecordBatch]:

@@ -35,6 +35,7 @@ def shard_loader(
     seed: int = 0,
     shuffle_bytes: int = SHUFFLE_BYTES,
     cache_dir: str | Path = CACHE,
+    num_workers: int = 0,
     pin_memory: bool = False,
 ) -> ResumableLoader:
     """Make a loader of files that are larger than memory, for the Trainer on any number of processes, or your own loop.
@@ -62,6 +63,8 @@ def shard_loader(
         seed: seed of the order.
         shuffle_bytes: bytes of blocks in memory that are mixed at a time, over all processes.
         cache_dir: folder where the list of the blocks is kept, so that it is made once.
+        num_workers: processes that read in place of this one's threads, for a ``collate_fn`` that holds the interpreter
+            lock; each reads, and holds in memory, the blocks of all.
         pin_memory: whether to pin memory, for copies to a GPU.
 
     Raises:
@@ -71,13 +74,13 @@ def shard_loader(
             fewer rows than a batch.
     """
     require_at_least(1, batch_size=batch_size, shuffle_bytes=shuffle_bytes)
-    require_at_least(0, seed=seed)
+    require_at_least(0, seed=seed, num_workers=num_workers)
     blocks = find_blocks(location, Path(cache_dir))
     names = blocks.schema.names if columns is None else list(columns)
     blocks.require_columns(names)
     options = ReadOptions(names, collate_fn)
     sampler_options = {"seed": seed} if shuffle else {"shuffle": False}
-    return loader_of_blocks(blocks, options, batch_size, shuffle_bytes, sampler_options, pin_memory)
+    return loader_of_blocks(blocks, options, batch_size, shuffle_bytes, sampler_options, num_workers, pin_memory)
 
 
 def loader_of_blocks(
@@ -86,6 +89,7 @@ def loader_of_blocks(
     batch_size: int,
     shuffle_bytes: int,
     sampler_options: dict[str, Any],
+    num_workers: int = 0,
     pin_memory: bool = False,
 ) -> ResumableLoader:
     """Return a loader of the batches of a sampler with ``sampler_options``, see :class:`ShardSampler`.
@@ -103,7 +107,17 @@ def loader_of_blocks(
             "processes; give more rows, or a smaller batch_size"
         )
     rows = ShardBatches(blocks, options, streams, sampler.seed if shuffle else None, sampler.exact)
-    return ResumableLoader(rows, batch_size=None, sampler=sampler, collate_fn=identity_collate, pin_memory=pin_memory)
+    return ResumableLoader(
+        rows,
+        batch_size=None,
+        sampler=sampler,
+        collate_fn=identity_collate,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        persistent_workers=num_workers > 0,
+        # clients of object stores do not survive a fork
+        multiprocessing_context="spawn" if num_workers and not blocks.files.is_local else None,
+    )
 
 
 def datamodule_loader(
@@ -111,6 +125,7 @@ def datamodule_loader(
     blocks: Blocks,
     reading: ReadOptions,
     batch_size: int,
+    num_workers: int,
     shards: ShardOptions,
     seed: int,
     split: Split | Literal["predict"],
@@ -125,7 +140,7 @@ def datamodule_loader(
     options: dict[str, Any] = dict(zip(("num_replicas", "rank"), replicas_and_rank(datamodule), strict=True))
     options |= {"seed": seed} if split == "train" else {"shuffle": False, "exact": split == "predict"}
     on_cuda = datamodule.trainer is not None and isinstance(datamodule.trainer.accelerator, CUDAAccelerator)
-    loader = loader_of_blocks(blocks, reading, batch_size, shards.shuffle_bytes, options, on_cuda)
+    loader = loader_of_blocks(blocks, reading, batch_size, shards.shuffle_bytes, options, num_workers, on_cuda)
     warnings.filterwarnings("ignore", message=".*does not have many workers", category=UserWarning)  # threads read
     if split == "train" and datamodule.trainer is not None:
         loader.progress = progress_of(datamodule.trainer)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from lightning_accel.data.shards.blocks import Blocks
 from lightning_accel.data.shards.sampler import Step, positions_of
@@ -56,8 +56,8 @@ class ReadOptions:
 class ShardBatches(Dataset[Any]):
     """Read the batch of a :class:`~lightning_accel.data.shards.sampler.Step`, and those that follow, ahead of time.
 
-    Threads read, since what takes the time, reading and unpacking, needs no interpreter lock; so that the blocks that
-    are open are in memory once, not once in each of several worker processes.
+    Threads read, since what takes the time, reading and unpacking, needs no interpreter lock; so the blocks that are
+    open are in memory once, not once in each of several worker processes.
 
     Args:
         blocks: blocks whose rows are read.
@@ -153,6 +153,8 @@ class _Reader:
 
     def __init__(self, blocks: Blocks, options: ReadOptions, plan: StreamPlan, exact: bool, size: int) -> None:
         self._blocks, self._options, self._plan, self._exact, self._size = blocks, options, plan, exact, size
+        worker = get_worker_info()
+        self._stride = 1 if worker is None else worker.num_workers
         self._pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
         self._open: dict[int, _OpenBlock] = {}
         self._coming: dict[int, tuple[int, Future[Rows]]] = {}
@@ -166,11 +168,15 @@ class _Reader:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def following(self, step: Step) -> Step | None:
-        """Return the step after ``step``, or None if its epoch has no other; those that train are whole."""
-        left = self._plan.num_rows - step.stop
+        """Return the step that this process takes next, or None if its epoch has no other; those that train are whole.
+
+        Each of several workers of a loader takes the step after those of the others.
+        """
+        start = step.start + self._stride * self._size
+        left = self._plan.num_rows - start
         if left <= 0 or (self._plan.seed is not None and left < self._size):
             return None
-        return step._replace(start=step.stop, stop=step.stop + min(self._size, left))
+        return step._replace(start=start, stop=start + min(self._size, left))
 
     def batches(self, step: Step) -> Iterator[Any]:
         """Yield the batches from ``step`` on."""

@@ -99,7 +99,8 @@ class TabularDataModule(InMemoryDataModule):
         test_share: share of the rows that test.
         seed: seed of the splits.
         batch_size: samples per process and step.
-        num_workers: workers that load batches; 0 is fastest, since the rows are in memory, or threads read them.
+        num_workers: workers that load batches; 0 is fastest, since the rows are in memory, or threads read them. Each
+            worker holds the blocks of a folder in memory that all do.
         predict_path: file of rows to predict, with the same feature columns, with or without the target; by default the
             test rows. Where ``path`` is a folder, this is one, too.
         shards: how a folder of files is read, see :class:`lightning_accel.data.ShardOptions`.
@@ -153,11 +154,8 @@ class TabularDataModule(InMemoryDataModule):
             self.predict_path = existing_file(predict_path)
         self.csv = read_options(CSVFormat, csv)
         is_plain = self.csv == CSVFormat(missing=self.csv.missing) and not list_of_names(self.csv.missing)
-        if self.is_sharded and (num_workers or not is_plain):
-            raise ValueError(
-                f"{path} is a folder or URL of files, which threads read: csv and num_workers have no effect on them; "
-                "leave these out"
-            )
+        if self.is_sharded and not is_plain:
+            raise ValueError(f"{path} is a folder or URL of files, on which csv has no effect; leave it out")
         self.target = target
         self.categorical = list_of_names(categorical)
         self.exclude = list_of_names(exclude)
@@ -238,7 +236,9 @@ class TabularDataModule(InMemoryDataModule):
         if split == "predict" and self.predict_path is not None:
             blocks = self._table.to_predict(self.predict_path, self.shards)
         reading = self._table.reading(with_target=split != "predict")
-        return datamodule_loader(self, blocks, reading, self.batch_size, self.shards, self.seed, split)
+        return datamodule_loader(
+            self, blocks, reading, self.batch_size, self.num_workers, self.shards, self.seed, split
+        )
 
     def preprocessing(self) -> RawColumns:
         """Return the module that encodes rows of the table as features, for exported models that take raw rows."""

@@ -210,11 +210,10 @@ def test_files_that_cannot_be_read_are_refused_before_training(tmp_path, row, la
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"num_workers": 1}, "num_workers"),
         ({"batches": {"max_nodes": 9}}, "batches.max_nodes"),
         ({"transform": copy.copy}, "transform"),
     ],
-    ids=["workers", "nodes", "transform"],
+    ids=["nodes", "transform"],
 )
 def test_options_without_effect_are_refused(tmp_path, options, named):
     with pytest.raises(ValueError, match=f"{named} would have no effect on {tmp_path}, a folder or URL of files"):

@@ -149,6 +149,15 @@ def test_a_trainer_resumes_in_mid_epoch_and_with_larger_steps(numbered, tmp_path
     assert len(second_epoch) == len({*second_epoch}) == 90 + 121 // 25 * 25
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_give_the_batches_of_threads(numbered, workers):
+    alone = [batch.tolist() for batch in loader_of(numbered)]
+    loader = loader_of(numbered, num_workers=workers)
+    assert [batch.tolist() for batch in loader] == alone
+    loader.sampler.set_epoch(1)
+    assert [batch.tolist() for batch in loader] != alone
+
+
 def test_a_checkpoint_of_other_files_is_refused(numbered, tmp_path):
     loader = loader_of(numbered)
     next(iter(loader))
