@@ -9,14 +9,16 @@ ROWS = np.array([7, 3, 11, 1, 6, 9, 4])
 
 
 def order_of(plan):
-    """Return (block, row) of each position, one by one."""
-    found = []
-    for position in range(plan.num_rows):
-        stream, row = position % plan.streams, np.array([position // plan.streams])
-        places, within = plan.locate(stream, row)
-        rows = plan.rows_of(int(places[0]))
-        found.append((int(plan.order[places[0]]), int(within[0] if rows is None else rows[within[0]])))
-    return found
+    """Return (block, row) of each position."""
+    found = np.empty((plan.num_rows, 2), np.int64)
+    shuffled = [plan.rows_of(place) for place in range(len(plan.order))]
+    for stream in range(plan.streams):
+        rows = np.arange(len(range(stream, plan.num_rows, plan.streams)))
+        places, within = plan.locate(stream, rows)
+        if plan.seed is not None:
+            within = [shuffled[place][row] for place, row in zip(places, within, strict=True)]
+        found[stream :: plan.streams] = np.stack([plan.order[places], within], axis=1)
+    return [*map(tuple, found.tolist())]
 
 
 @pytest.mark.parametrize("streams", [1, 2, 3, 4])
