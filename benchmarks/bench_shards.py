@@ -1,6 +1,6 @@
 """How fast are shuffled batches of files that are larger than memory, and is each row taken once?
 
-python benchmarks/bench_shards.py [--quick] [--gigabytes 50 --folder DIR] [--json FILE]
+python benchmarks/bench_shards.py [--quick] [--gigabytes 50 --folder DIR] [--cgroup DIR] [--json FILE]
 
 **Rates.** Batches of 256 rows (31 float32 features, a class) of Parquet files, shuffled, on one machine: ours, with two
 threads; litdata, of the same files and of its own format, if it is installed, with and without worker processes;
@@ -9,7 +9,7 @@ scan of the files in their order. Subjects take turns; the median of the rounds 
 
 **An epoch** of ``--gigabytes``: one process takes 30% of the rows and is killed, two take the next 30% and are killed,
 four take the rest. Rows have numbers, of which each must be taken once, but for those that do not fill a last batch.
-Peak memory is that of each process; run it in a cgroup of limited memory to see that it suffices.
+Peak memory is that of each process; ``--cgroup`` puts them into one whose memory is limited.
 """
 
 import argparse
@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_accel.data import shard_loader
+from lightning_accel.data.shards.blocks import find_blocks
 
 FEATURES = [f"f{number}" for number in range(31)]
 GROUP = 1 << 15  # rows of a row group, 4 MB
@@ -225,11 +226,12 @@ def read_part(folder: Path, work: Path, replicas: int, rank: int, until: int | N
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def epoch(folder: Path, num_rows: int, record: list[dict[str, Any]]) -> None:
+def epoch(folder: Path, num_rows: int, cgroup: Path | None, record: list[dict[str, Any]]) -> None:
     work = Path(tempfile.mkdtemp(dir=folder.parent))
     print("\n| processes | rows | rows/s, all | MiB of a process, at most |\n| ---: | ---: | ---: | ---: |")
     for replicas, share in ((1, 0.3), (2, 0.6), (4, None)):
         until = [] if share is None else ["--until", str(int(share * num_rows))]
+        until += [] if cgroup is None else ["--cgroup", str(cgroup)]
         command = [sys.executable, __file__, "--folder", str(folder), "--part", str(work), str(replicas)]
         running = [subprocess.Popen([*command, str(rank), *until]) for rank in range(replicas)]
         codes = {process.wait() for process in running}
@@ -269,10 +271,13 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="folder of these files, which is made if it is not there")
     parser.add_argument("--only", choices=["rates", "epoch"], help="one of the two parts")
     parser.add_argument("--json", type=Path, help="file for the rows")
+    parser.add_argument("--cgroup", type=Path, help="folder of a control group for the processes of the epoch")
     parser.add_argument("--part", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part:
+        if options.cgroup is not None:
+            (options.cgroup / "cgroup.procs").write_text(str(os.getpid()))
         work, replicas, rank = options.part
         read_part(options.folder, Path(work), int(replicas), int(rank), options.until)
         return
@@ -285,7 +290,12 @@ def main() -> None:
         files = options.folder or Path(folder) / "epoch"
         if options.only != "rates":
             gigabytes = 0.1 if options.quick else options.gigabytes
-            epoch(files, make(files, gigabytes) if not files.exists() else ds.dataset(files).count_rows(), record)
+            epoch(
+                files,
+                make(files, gigabytes) if not files.exists() else find_blocks(files).num_rows,
+                options.cgroup,
+                record,
+            )
     if options.json:
         options.json.write_text(json.dumps(record, indent=1))
 

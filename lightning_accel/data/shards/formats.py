@@ -129,7 +129,7 @@ def _read_row_group(files: ShardFiles, file: int, group: int, columns: Sequence[
         return parquet.read_row_group(group, columns=list(columns), use_threads=False)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)  # megabytes each, of files with many row groups
 def _metadata_of(path: str, version: str) -> pq.FileMetaData:
     """Return the description at the end of a Parquet file, which takes as long to read as a block."""
     return pq.read_metadata(path)
