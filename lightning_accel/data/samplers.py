@@ -97,11 +97,20 @@ class RowPosition:
         return self.num_rows // self.size
 
     def load(self, state: dict[str, Any]) -> None:
-        rows: int = state["rows"]
-        batches = self.steps - (self.num_rows - rows) // self.size
-        if state.get("size", 0) == self.size:
-            batches = state["batches"]
-        self._resumed, self._begun = (state["epoch"], rows, batches), None
+        epoch, rows = state["epoch"], state["rows"]
+        left = (self.num_rows - rows) // self.size
+        if rows and not left:  # what is left does not fill a step
+            self._resumed = epoch + 1, 0, 0
+        elif state.get("size") == self.size:
+            self._resumed = epoch, rows, state["batches"]
+        else:
+            self._resumed = epoch, rows, self.steps - left
+        self._begun = None
+
+    @property
+    def epoch(self) -> int:
+        """Return the epoch with which a run goes on from a loaded state."""
+        return 0 if self._resumed is None else self._resumed[0]
 
     def first_batch(self, epoch: int) -> int:
         """Return the number of the batch that the next iteration of ``epoch`` begins with."""
@@ -116,7 +125,11 @@ class RowPosition:
 
     def state_after(self, epoch: int, batches: int) -> dict[str, Any]:
         first, rows = (self._resumed[2], self._resumed[1]) if self._resumed and self._resumed[0] == epoch else (0, 0)
+        if not first and batches > self.steps > 0:
+            batches %= self.steps  # a CombinedLoader may cycle a loader several times per epoch
         rows = rows + (batches - first) * self.size if batches >= first else batches * self.size
+        if rows and not (self.num_rows - rows) // self.size:
+            epoch, rows, batches = epoch + 1, 0, 0
         return {"epoch": epoch, "rows": rows, "batches": batches, "size": self.size}
 
 
@@ -141,8 +154,13 @@ class ResumableLoader(DataLoader[Any]):
             self.sampler.load_state_dict(state_dict)
             self._loaded_epoch = state_dict["epoch"]
             position = getattr(self.sampler, "position", None)
-            if isinstance(position, RowPosition) and isinstance(self.progress, TrainerProgress):
-                self.progress.renumber(position.first_batch(state_dict["epoch"]))
+            if isinstance(position, RowPosition):
+                self._loaded_epoch = position.epoch
+                if (
+                    isinstance(self.progress, TrainerProgress)
+                    and state_dict.get("size", position.size) != position.size
+                ):
+                    self.progress.renumber(position.epoch, position.first_batch(position.epoch), position.steps)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # A generator, so that workers start with the first batch: the Trainer makes an iterator before it sets the
@@ -191,11 +209,18 @@ class TrainerProgress:
         within = 0 < done < self._trainer.num_training_batches and epochs.started
         return (epochs.started - 1, done) if within else (epochs.started if done else epochs.processed, 0)
 
-    def renumber(self, batches: int) -> None:
-        """Count ``batches`` as finished, where the checkpoint counts those of another number of processes."""
+    def renumber(self, epoch: int, batches: int, steps: int) -> None:
+        """Count the batches of a checkpoint whose steps had another size in those of this run.
+
+        Args:
+            epoch: epoch with which the run goes on.
+            batches: how many of its ``steps`` are finished.
+            steps: number of batches of an epoch.
+        """
         loop: Any = self._trainer.fit_loop
         current = loop.epoch_loop.batch_progress.current
-        added = batches - current.processed if batches else 0
+        is_over = epoch >= loop.epoch_progress.current.started  # the epoch that the Trainer counts the batches of
+        added = (steps if is_over else batches) - current.processed if current.processed else 0
         for name in ("ready", "started", "processed", "completed"):  # the last one less, if saved before it was counted
             setattr(current, name, getattr(current, name) + added)
 

@@ -123,7 +123,7 @@ class ShardedSequences:
         train = self.splits["train"]
         rows = min(_SORTED_ROWS, _SORTED_BYTES * train.num_rows // max(1, int(train.nbytes.sum())))
         steps = max(1, min(_SORTED_STEPS, rows // global_batch_size))
-        return ReadOptions(encoder.columns, encoder, None, encoder.lengths, steps * global_batch_size)
+        return ReadOptions(encoder.columns, encoder, sort_by=encoder.lengths, sorted_rows=steps * global_batch_size)
 
     def to_predict(self, location: str | Path) -> Blocks:
         """Return the blocks of other files with sequences in the same column."""

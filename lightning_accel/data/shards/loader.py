@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
+import numpy as np
 from lightning.pytorch.accelerators import CUDAAccelerator
 
 from lightning_accel.data.bounds import require_at_least
@@ -83,6 +84,9 @@ def shard_loader(
     return loader_of_blocks(blocks, options, batch_size, shuffle_bytes, sampler_options, num_workers, pin_memory)
 
 
+_FEW = 8  # blocks at a time that hardly mix sorted rows
+
+
 def loader_of_blocks(
     blocks: Blocks,
     options: ReadOptions,
@@ -98,14 +102,19 @@ def loader_of_blocks(
         ValueError: if the rows do not fill a batch.
     """
     shuffle = sampler_options.get("shuffle", True)
-    streams = choose_streams(blocks.rows, blocks.nbytes, shuffle_bytes) if shuffle else None
-    digest = digest_of([blocks.digest()], [str(streams), str(options.sorted_rows)])
-    sampler = ShardSampler(blocks.num_rows, batch_size, digest, **sampler_options)
-    if shuffle and not len(sampler):
-        raise ValueError(
-            f"{blocks.num_rows} rows train, fewer than batch_size={batch_size} on each of {sampler.dealt_to[0]} "
-            "processes; give more rows, or a smaller batch_size"
+    sampler = ShardSampler(blocks.num_rows, batch_size, "", **sampler_options)
+    nbytes = np.maximum(blocks.nbytes, blocks.rows * options.row_bytes)
+    streams = choose_streams(blocks.rows, nbytes, shuffle_bytes) if shuffle else None
+    if streams is not None and streams < min(_FEW, len(blocks)) and streams * 2 * nbytes.max() > shuffle_bytes // 2:
+        warnings.warn(
+            f"rows of {blocks.files.root} are mixed among {streams} blocks at a time, since these have up to "
+            f"{nbytes.max() / 1e6:.0f} MB, and shuffle_bytes is {shuffle_bytes}. If its files are sorted, so are batches: "
+            "write smaller blocks (row_group_size of pyarrow), or raise shuffle_bytes",
+            stacklevel=3,
         )
+    sorted_in = [options.sorted_rows, sampler.position.size] if options.sorted_rows else []
+    sampler.digest = digest_of([blocks.digest()], [str(one) for one in (streams, *sorted_in)])
+    sampler.require_steps()
     rows = ShardBatches(blocks, options, streams, sampler.seed if shuffle else None, sampler.exact)
     return ResumableLoader(
         rows,

@@ -6,10 +6,11 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -28,6 +29,8 @@ else:
 
 Rows: TypeAlias = "pa.Table | tuple[Tensor, ...]"
 
+_THREADS = min(4, os.cpu_count() or 1)
+_QUEUED = 8  # batches that wait to be taken
 _AHEAD_ROWS = 16384  # largest number of rows that are gathered at once
 _AHEAD_BYTES = 16 << 20
 
@@ -40,15 +43,17 @@ class ReadOptions:
         columns: columns to read.
         collate: makes a batch of the Rows of one.
         encode: makes Rows of the table of a block; by default the table itself.
+        row_bytes: bytes of a row of encoded Rows.
         sort_by: returns a key of each of some Rows, (B,), by which those that stand together in a stream are sorted, so
             that batches hold rows of similar keys.
-        sorted_rows: rows over all processes that are sorted together, a multiple of those of a step, which then must
-            not change with the number of processes.
+        sorted_rows: rows over all processes that are sorted together, a multiple of those of a step, which must not
+            change within a run.
     """
 
     columns: Sequence[str]
     collate: Callable[[Any], Any]
     encode: Callable[[pa.Table], Rows] | None = None
+    row_bytes: int = 0
     sort_by: Callable[[Any], np.ndarray] | None = None
     sorted_rows: int = 0
 
@@ -92,14 +97,14 @@ class ShardBatches(Dataset[Any]):
         if self._reading is None or self._reading.next_step != step:
             self.close()
             self._reading = _Reading(self, step)
-            weakref.finalize(self, self._reading.stop)
-        return self._reading.take()
+        batch = self._reading.take()
+        if self._reading.next_step is None:
+            self.close()
+        return batch
 
     def close(self) -> None:
         """Stop reading, and free what was read ahead."""
-        if self._reading is not None:
-            self._reading.stop()
-            self._reading = None
+        self._reading = None
 
     def plan(self, step: Step) -> StreamPlan:
         streams = min(step.replicas if self.streams is None else self.streams, self.blocks.num_rows)
@@ -111,41 +116,50 @@ class _Reading:
 
     def __init__(self, batches: ShardBatches, step: Step) -> None:
         self.next_step: Step | None = step
-        self._stopped = threading.Event()
+        self._queue: queue.Queue[_Read] = queue.Queue(maxsize=_QUEUED)
+        stopped = threading.Event()
+        weakref.finalize(self, stopped.set)
         reader = _Reader(batches.blocks, batches.options, batches.plan(step), batches.exact, step.stop - step.start)
-        self._following = reader.following
-        self._queue: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(maxsize=max(2, reader.steps_at_once))
-        threading.Thread(target=self._run, args=(reader, step), name="shards", daemon=True).start()
+        # the thread knows nothing of this object, or it would not end with it
+        threading.Thread(target=_run, args=(reader, step, self._queue, stopped), name="shards", daemon=True).start()
 
     def take(self) -> Any:
-        assert self.next_step is not None
-        batch, error = self._queue.get()
-        if error is not None:
-            self.next_step = None
-            raise error
-        self.next_step = self._following(self.next_step)
-        return batch
+        read = self._queue.get()
+        self.next_step = read.next_step
+        if read.error is not None:
+            raise read.error
+        return read.batch
 
-    def stop(self) -> None:
-        self._stopped.set()
 
-    def _run(self, reader: _Reader, step: Step) -> None:
-        with reader:
-            try:
-                for batch in reader.batches(step):
-                    if not self._put(batch, None):
-                        return
-            except BaseException as error:  # raised where the batch is taken
-                self._put(None, error)
+class _Read(NamedTuple):
+    """Hold a batch, or the error that reading it raised, and the step that is read after it."""
 
-    def _put(self, batch: Any, error: BaseException | None) -> bool:
-        while not self._stopped.is_set():
-            try:
-                self._queue.put((batch, error), timeout=0.1)
-                return True
-            except queue.Full:
-                pass
-        return False
+    batch: Any
+    error: BaseException | None
+    next_step: Step | None
+
+
+def _run(reader: _Reader, step: Step, to: queue.Queue[_Read], stopped: threading.Event) -> None:
+    """Put the batches from ``step`` on into a queue until it is ``stopped``."""
+    with reader:
+        following = reader.following(step)
+        try:
+            for batch in reader.batches(step):
+                if not _put(_Read(batch, None, following), to, stopped):
+                    return
+                following = None if following is None else reader.following(following)
+        except BaseException as error:  # raised where the batch is taken
+            _put(_Read(None, error, None), to, stopped)
+
+
+def _put(read: _Read, to: queue.Queue[_Read], stopped: threading.Event) -> bool:
+    while not stopped.is_set():
+        try:
+            to.put(read, timeout=0.1)
+            return True
+        except queue.Full:
+            pass
+    return False
 
 
 class _Reader:
@@ -155,7 +169,7 @@ class _Reader:
         self._blocks, self._options, self._plan, self._exact, self._size = blocks, options, plan, exact, size
         worker = get_worker_info()
         self._stride = 1 if worker is None else worker.num_workers
-        self._pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
+        self._pool = ThreadPoolExecutor(_THREADS)
         self._open: dict[int, _OpenBlock] = {}
         self._coming: dict[int, tuple[int, Future[Rows]]] = {}
         at_once = min(_AHEAD_ROWS, _AHEAD_BYTES * blocks.num_rows // max(1, int(blocks.nbytes.sum())))
@@ -166,6 +180,8 @@ class _Reader:
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._open.clear()
+        self._coming.clear()
 
     def following(self, step: Step) -> Step | None:
         """Return the step that this process takes next, or None if its epoch has no other; those that train are whole.
@@ -189,13 +205,27 @@ class _Reader:
                 ahead = self.following(ahead)
             own = [positions_of(self._shuffled(one), self._exact) for one in steps]
             own = [positions for positions in own if len(positions)]
-            yield from self._pool.map(self._options.collate, self._gather(own, window))
+            yield from self._collated(self._gather(own, window))
+
+    def _collated(self, batches: Iterable[Rows]) -> Iterator[Any]:
+        """Yield batches in order, of which no more are made at a time than there are threads."""
+        making: deque[Future[Any]] = deque()
+        for rows in batches:
+            making.append(self._pool.submit(self._options.collate, rows))
+            if len(making) > _THREADS:
+                yield making.popleft().result()
+        while making:
+            yield making.popleft().result()
 
     def _window(self, step: Step) -> range:
-        """Return the positions among which rows are sorted with those of a step."""
+        """Return the positions among which rows are sorted with those of a step.
+
+        Rows that training drops are not among them, or they would always be the last in the order of keys.
+        """
         size = self._options.sorted_rows
         start = step.start // size * size if size else 0
-        return range(start, min(start + size, self._plan.num_rows))
+        rows = min(size, self._plan.num_rows - start)
+        return range(start, start + (rows if self._plan.seed is None else rows // self._size * self._size))
 
     def _shuffled(self, step: Step) -> Step:
         """Return which step of its window a step that trains on sorted rows stands for, else itself."""

@@ -102,8 +102,8 @@ class ShardSampler(DistributedSampler[Any]):
                 raise ValueError(
                     "the checkpoint was trained on other shards, or in another order: "
                     f"{name} {state_dict[name]} there, {getattr(self, name)} here. The digest is of the names of the "
-                    "files, of their blocks and rows, and of what is mixed (shuffle_bytes). Give those of its run, or "
-                    "begin a new one without ckpt_path"
+                    "files, of their blocks and rows, and of what is mixed (shuffle_bytes, and global_batch_size of "
+                    "sequences). Give those of its run, or begin a new one without ckpt_path"
                 )
         self.position.load(state_dict)
 
@@ -114,11 +114,21 @@ class ShardSampler(DistributedSampler[Any]):
         most = len(range(rank if self.exact else 0, self.num_rows, replicas))
         return -(-most // self.batch_size)
 
+    def require_steps(self) -> None:
+        """Raise a ValueError if the rows do not fill a step."""
+        if self.shuffle and not self.position.steps:
+            raise ValueError(
+                f"{self.num_rows} rows train, fewer than batch_size={self.batch_size} on each of {self.dealt_to[0]} "
+                "processes; give more rows, or a smaller batch_size"
+            )
+
     def __iter__(self) -> Iterator[Step]:
         replicas, rank = self.dealt_to
         size = self.batch_size * replicas
         start = self.position.start(self.epoch) if self.shuffle else 0
         steps = (self.num_rows - start) // size if self.shuffle else len(self)
+        if self.shuffle and not start:
+            self.require_steps()
         for first in range(start, start + steps * size, size):
             yield Step(self.epoch, first, min(first + size, self.num_rows), replicas, rank)
 

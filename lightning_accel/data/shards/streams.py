@@ -54,9 +54,9 @@ class StreamPlan:
 
 
 def choose_streams(rows: np.ndarray, nbytes: np.ndarray, shuffle_bytes: int) -> int:
-    """Return how many streams are read side by side, of which each holds a block in memory.
+    """Return how many streams are read side by side, of which each holds a block in memory, and soon the next one.
 
     It depends on the files alone, not on the number of processes, so that a run can go on with another number.
     """
-    fitting = max(1, shuffle_bytes // max(1, int(nbytes.max())))
+    fitting = max(1, shuffle_bytes // max(1, 2 * int(nbytes.max())))
     return next(number for number in _STREAMS if number <= min(fitting, len(rows)))

@@ -83,7 +83,7 @@ class ShardedTable:
         """Return what is read of blocks, and how batches are made of it."""
         encoder = TableEncoder(self.encoder, self.target if with_target else None, self.class_names, self.location)
         columns = [column["name"] for column in self.encoder.columns] + ([self.target] if with_target else [])
-        return ReadOptions(columns, encoder.collate, encoder)
+        return ReadOptions(columns, encoder.collate, encoder, row_bytes=8 * len(columns))
 
     def to_predict(self, location: str | Path, options: ShardOptions) -> Blocks:
         """Return the blocks of other files with the same feature columns.

@@ -59,7 +59,7 @@ def test_means_of_batches_of_sorted_files_are_as_near_as_the_docstring_says(stre
 
 
 def test_memory_and_blocks_limit_the_streams():
-    assert choose_streams(np.full(1000, 5), np.full(1000, 100), 10_000) == 96
+    assert choose_streams(np.full(1000, 5), np.full(1000, 100), 20_000) == 96
     assert choose_streams(np.full(1000, 5), np.full(1000, 100), 10**9) == 192
     assert choose_streams(np.full(5, 5), np.full(5, 100), 10**9) == 4
     assert choose_streams(np.full(5, 5), np.array([1, 1, 1, 1, 10**6]), 10) == 1
