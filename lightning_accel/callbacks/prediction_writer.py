@@ -105,7 +105,8 @@ class PredictionWriter(BasePredictionWriter):
 def _warn_of_order(trainer: L.Trainer, rows: Sequence[Any]) -> None:
     loaders = [loader for loader in tree_leaves(trainer.predict_dataloaders) if isinstance(loader, DataLoader)]
     for loader, numbers in zip(loaders, rows, strict=False):
-        ordered = isinstance(loader.sampler, SequentialSampler) or isinstance(loader.dataset, IterableDataset)
+        in_order = isinstance(loader.sampler, SequentialSampler) or getattr(loader.sampler, "exact", False)
+        ordered = in_order or isinstance(loader.dataset, IterableDataset)
         if not ordered and not any(numbers):  # the Trainer knows indices only of samplers that yield single ones
             rank_zero_warn(
                 f"PredictionWriter: batches came in the order of {type(loader.sampler).__name__}, which does not tell "

@@ -1,6 +1,6 @@
 """Files that are there whole or not at all."""
 
-import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +12,11 @@ def whole_file(path: Path) -> Iterator[Path]:
 
     Its folder is made. Several processes may write the same file.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise type(error)(f"{path.parent} cannot be made: {error}; name another folder as cache_dir") from error
+    partial = path.with_name(f"{path.stem}.{uuid.uuid4().hex}{path.suffix}")  # several machines may share the folder
     try:
         yield partial
         partial.replace(path)

@@ -78,8 +78,8 @@ class GraphDataModule(L.LightningDataModule):
     **More than fits in memory.** A folder, a pattern or a URL of Parquet, Arrow or JSON lines files (see
     :func:`lightning_accel.data.shard_loader`) has one graph per row, with the columns of a ``.jsonl`` file. It is read
     ahead of training. The first run reads all of it once, for the statistics, and keeps these in
-    ``layout.shards.cache_dir``. Files in folders ``train``, ``val`` and ``test``, or named ``train-00000.parquet`` and
-    the like, are for what they say; else whole blocks of the files are the splits.
+    ``layout.shards.cache_dir``. Files whose path or name has the word ``train``, ``val``
+    (``valid``, ``validation``, ``dev``) or ``test`` are for what it says; else whole blocks of files are the splits.
 
     **Data sets** of PyG are not standardized. Whole numbers in ``x`` are one-hot encoded; whole numbers in
     ``edge_attr``, or ``edge_type`` if there is no ``edge_attr``, are edge types. A single graph with node targets is

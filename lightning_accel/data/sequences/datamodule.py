@@ -52,8 +52,8 @@ class SequenceDataModule(L.LightningDataModule):
     **More than fits in memory.** A folder, a pattern or a URL of Parquet, Arrow or JSON lines files (see
     :func:`lightning_accel.data.shard_loader`) has one row per sequence, with the columns of a ``.jsonl`` file. It is
     read ahead of training, and what is read together is sorted by length. The first run reads all of it once, for the
-    statistics, and keeps these in ``shards.cache_dir``. Files in folders ``train``, ``val`` and ``test``, or named
-    ``train-00000.parquet`` and the like, are for what they say; else whole blocks of the files are the splits.
+    statistics, and keeps these in ``shards.cache_dir``. Files whose path or name has the word ``train``, ``val``
+    (``valid``, ``validation``, ``dev``) or ``test`` are for what it says; else whole blocks of files are the splits.
 
     **Splits** consist of whole sequences, stratified by class; the same file and ``seed`` give the same splits.
 

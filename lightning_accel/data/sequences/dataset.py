@@ -107,11 +107,15 @@ class SequenceDataset(Dataset[SequenceBatch]):
         position = torch.arange(max(1, int(lengths.max())))
         inside = position < lengths[:, None]  # (B, T)
         where = (starts[:, None] + position).where(inside, 0)
-        # self.steps[where] takes twice as long with many features
-        x = self.steps.index_select(0, where.flatten()).view(*where.shape, *self.steps.shape[1:])  # (B, T) or (B, T, F)
+        if not len(self.steps):  # all sequences are empty
+            x = self.steps.new_zeros(*where.shape, *self.steps.shape[1:])
+        else:  # self.steps[where] takes twice as long with many features
+            x = self.steps.index_select(0, where.flatten()).view(*where.shape, *self.steps.shape[1:])
+        # (B, T) or (B, T, F)
         x = x if x.is_floating_point() else x.long()
         x.masked_fill_(~inside.view(inside.shape + (1,) * (x.ndim - 2)), 0)
         target = None if self.target is None else self.target[rows]
         if self.labels is not None:
-            target = self.labels[where].long().masked_fill(~inside, IGNORED)
+            labels = self.labels[where].long() if len(self.labels) else torch.zeros(where.shape, dtype=torch.int64)
+            target = labels.masked_fill(~inside, IGNORED)
         return SequenceBatch(x, lengths, target)

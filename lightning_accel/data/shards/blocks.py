@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import zipfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ else:
     pa = import_on_use("pyarrow")
 
 _ARRAYS = "file_of", "places", "rows", "nbytes"
+_VERSION = 1  # of what is kept
 _OPENED = 16  # files whose descriptions are read at a time
 
 
@@ -102,18 +104,25 @@ def find_blocks(location: str | Path, cache: Path = CACHE) -> Blocks:
         ValueError: if files cannot be read, have no rows, or differ in their columns.
     """
     files = find_files(location)
-    made_of = repr((files.root, files.names, files.versions))
+    made_of = repr((_VERSION, files.root, files.names, files.versions))
     kept = cache.expanduser() / f"{hashlib.sha256(made_of.encode()).hexdigest()[:32]}.npz"
-    if kept.exists():
-        with np.load(kept) as found:
-            schema = pa.ipc.read_schema(pa.py_buffer(found["schema"].tobytes()))
-            blocks = Blocks(files, schema, *(found[name] for name in _ARRAYS))
-    else:
+    blocks = _read_list(files, kept)
+    if blocks is None:
         blocks = _list_all(files)
         described = np.frombuffer(blocks.schema.serialize(), np.uint8)
         with whole_file(kept) as partial:
             np.savez(partial, schema=described, **{name: getattr(blocks, name) for name in _ARRAYS})
     return blocks
+
+
+def _read_list(files: ShardFiles, kept: Path) -> Blocks | None:
+    """Read the list that was kept of the blocks; None if there is none, or it is damaged."""
+    try:
+        with kept.open("rb") as opened, np.load(opened) as found:
+            schema = pa.ipc.read_schema(pa.py_buffer(found["schema"].tobytes()))
+            return Blocks(files, schema, *(found[name] for name in _ARRAYS))
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, pa.ArrowException):
+        return None
 
 
 def _list_all(files: ShardFiles) -> Blocks:
@@ -122,6 +131,12 @@ def _list_all(files: ShardFiles) -> Blocks:
     filled = [file for file, one in enumerate(found) if one.rows]
     if not filled:
         raise ValueError(f"{files.root} holds {len(files.names)} {files.kind} files without a row")
+    for file in filled:
+        names = found[file].schema.names
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(
+                f"{files.shown_path(file)} has two columns named {shown(min(twice))}; rename or remove one"
+            )
     for file in filled if files.kind not in (".jsonl", ".ndjson") else ():  # a field may be left out of lines
         if lacking := {*found[filled[0]].schema.names} ^ {*found[file].schema.names}:
             raise ValueError(

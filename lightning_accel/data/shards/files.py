@@ -12,8 +12,12 @@ from lightning_accel.data.quoting import cut, listed
 
 SUFFIXES = (".parquet", ".arrow", ".feather", ".jsonl", ".ndjson")
 _PACKED = (".gz", ".zst", ".bz2", ".xz")
-_SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val", "test": "test"}
-_NUMBERED = re.compile(r"[-_.]?\d+(-of-\d+)?$")
+_SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+_PATTERN = re.compile(r"[*?\[]")
 
 
 @dataclass(frozen=True)
@@ -45,17 +49,35 @@ class ShardFiles:
         """Return the path for a message, with the protocol if it is not local."""
         return self.path_of(file) if self.is_local else self.fs.unstrip_protocol(self.path_of(file))
 
-    def split_of(self, file: int) -> str | None:
-        """Return ``train``, ``val`` or ``test`` if the first folder, or the name before a number, says so."""
-        first, *others = self.names[file].split("/")
-        stem = first if others else _NUMBERED.sub("", first.rpartition(".")[0])
-        return _SPLITS.get(stem.lower())
+    def splits(self) -> list[str | None]:
+        """Return ``train``, ``val`` or ``test`` for each file whose path has this word, None for others.
+
+        Words end where something else than letters stands, so that ``data/train-00000-of-00008`` and ``my_train.jsonl``
+        have the word, and ``latest`` has not. Nothing is said if no file is for training.
+
+        Raises:
+            ValueError: if some files say it and others do not.
+        """
+        said = []
+        for name in self.names:
+            words = [
+                _SPLITS[word] for word in re.findall(r"[a-z]+", name.rpartition(".")[0].lower()) if word in _SPLITS
+            ]
+            said.append(words[0] if words else None)
+        if "train" not in said:
+            return [None] * len(said)
+        if silent := [name for name, split in zip(self.names, said, strict=True) if split is None]:
+            raise ValueError(
+                f"{self.root} has files for training, validation or test by their names, and {listed(silent, 3)} "
+                "without; move these, or name the folder or pattern of those that are meant"
+            )
+        return said
 
 
 def is_sharded(path: str | Path) -> bool:
     """Return whether ``path`` is a folder, a URL or a pattern, rather than a single local file."""
-    text = str(path)
-    return "://" in text or "*" in text or Path(text).is_dir()
+    local = Path(path).expanduser()
+    return local.is_dir() or (not local.exists() and ("://" in str(path) or bool(_PATTERN.search(str(path)))))
 
 
 def find_files(location: str | Path) -> ShardFiles:
@@ -67,22 +89,24 @@ def find_files(location: str | Path) -> ShardFiles:
         FileNotFoundError: if there is no such folder.
         ImportError: if the file system of a URL needs a package that is not installed.
         ValueError: if there is no file, or they are of several kinds, packed, or their folders hold values of columns
-            (``year=2026/``).
+            (``year=2026/``), or are links.
     """
     text = str(location)
-    try:
-        fs, path = fsspec.core.url_to_fs(text if "://" in text else str(Path(text).expanduser().absolute()))
-    except (ImportError, ValueError) as error:
-        raise type(error)(f"{text} cannot be opened: {error}") from error
+    if not text.strip() or (isinstance(location, Path) and re.match(r"\w{2,}:/", text)):
+        raise ValueError(f"a folder, a pattern, or a URL as a str was needed; got {location!r}")
+    if "://" in text and not Path(text).exists():
+        try:
+            fs, path = fsspec.core.url_to_fs(text)
+        except (ImportError, ValueError) as error:
+            raise type(error)(f"{text} cannot be opened: {error}") from error
+    else:
+        fs, path = LocalFileSystem(), str(Path(text).expanduser().absolute())
     path = path.rstrip("/")
-    found: dict[str, dict[str, Any]] = fs.glob(path, detail=True) if "*" in path else fs.find(path, detail=True)
-    root = path.partition("*")[0].rpartition("/")[0] if "*" in path else path
-    if [*found] == [path]:
-        root = path.rpartition("/")[0]
+    root, found = _list(fs, path)
     infos = {
         name.removeprefix(root).lstrip("/"): info
         for name, info in sorted(found.items())
-        if info.get("type") == "file" and not re.search(r"/[._]", f"/{name.removeprefix(root).lstrip('/')}")
+        if not re.search(r"/[._]", f"/{name.removeprefix(root).lstrip('/')}")
     }
     kinds = {suffix: [name for name in infos if name.lower().endswith(suffix)] for suffix in SUFFIXES}
     kinds = {suffix: names for suffix, names in kinds.items() if names}
@@ -108,6 +132,29 @@ def find_files(location: str | Path) -> ShardFiles:
         )
     versions = [_version(infos[name]) for name in names]
     return ShardFiles(fs, root, names, versions, kind)
+
+
+def _list(fs: fsspec.AbstractFileSystem, path: str) -> tuple[str, dict[str, dict[str, Any]]]:
+    """Return the folder that all files of a path are in, and the description of each file."""
+    if fs.exists(path) or not _PATTERN.search(path):
+        found = _files_below(fs, path)
+        return path.rpartition("/")[0] if [*found] == [path] else path, found
+    found = {}
+    for name in fs.glob(path):
+        found |= _files_below(fs, name)
+    return _PATTERN.split(path, maxsplit=1)[0].rpartition("/")[0], found
+
+
+def _files_below(fs: fsspec.AbstractFileSystem, path: str) -> dict[str, dict[str, Any]]:
+    """Return the files below a folder, or a file itself, with what a link leads to in its place."""
+    found: dict[str, dict[str, Any]] = fs.find(path, detail=True)
+    if isinstance(fs, LocalFileSystem):
+        for name, info in found.items():
+            if info.get("islink"):
+                if Path(name).is_dir():
+                    raise ValueError(f"{name} is a link to a folder, whose files would be left out; name that folder")
+                info |= {"type": "file", "mtime": Path(name).stat().st_mtime, "size": Path(name).stat().st_size}
+    return {name: info for name, info in found.items() if info.get("type") == "file"}
 
 
 def _version(info: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -54,10 +55,7 @@ def list_blocks(files: ShardFiles, file: int) -> FileBlocks:
                 with files.fs.open(files.path_of(file)) as opened, pq.ParquetFile(opened) as parquet:
                     return _row_groups(parquet)
             case ".arrow" | ".feather":
-                batches = _record_batches(files, file)
-                schema = batches[0].schema if batches else pa.schema([])
-                sizes = [batch.num_rows for batch in batches], [batch.nbytes for batch in batches]
-                return FileBlocks(schema, *sizes, [(number, 0) for number in range(len(batches))])
+                return _listed(_record_batches(files, file))
             case _:
                 with files.fs.open(files.path_of(file)) as opened:
                     return _ranges_of_lines(opened)
@@ -78,7 +76,7 @@ def read_block(
             case ".parquet":
                 table = _read_row_group(files, file, place[0], columns)
             case ".arrow" | ".feather":
-                table = pa.Table.from_batches([_record_batches(files, file)[place[0]]])
+                table = pa.Table.from_batches([_record_batch(files, file, place[0])])
             case _:
                 piece = files.fs.cat_file(files.path_of(file), start=place[0], end=place[1])
                 return _parse_lines(piece, schema).select(columns)
@@ -100,18 +98,42 @@ def place_name(kind: str, place: tuple[int, int]) -> str:
     return f"bytes {place[0]} to {place[1]}"
 
 
+def _listed(batches: Iterator[pa.RecordBatch]) -> FileBlocks:
+    found = FileBlocks(pa.schema([]), [], [], [])
+    for number, batch in enumerate(batches):
+        found.schema = batch.schema
+        if batch.num_rows:
+            found.rows.append(batch.num_rows)
+            found.nbytes.append(batch.nbytes)
+            found.places.append((number, 0))
+    return found
+
+
 def _row_groups(file: pq.ParquetFile) -> FileBlocks:
     metadata = file.metadata
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     places = [(number, 0) for number, group in enumerate(groups) if group.num_rows]
     groups = [groups[number] for number, _ in places]
-    return FileBlocks(file.schema_arrow, [group.num_rows for group in groups], [*map(_unpacked, groups)], places)
+    return FileBlocks(
+        _without_index(file.schema_arrow), [group.num_rows for group in groups], [*map(_unpacked, groups)], places
+    )
+
+
+def _without_index(schema: pa.Schema) -> pa.Schema:
+    """Return a schema without the columns that pandas reads as the index of a table."""
+    written = json.loads((schema.metadata or {}).get(b"pandas", "{}")).get("index_columns", [])
+    return pa.schema([field for field in schema if field.name not in written])
 
 
 def _unpacked(group: Any) -> int:
-    """Return the bytes of a row group in memory, where dictionaries of numbers are unpacked."""
-    columns = [group.column(number) for number in range(group.num_columns)]
-    return sum(max(one.total_uncompressed_size, one.num_values * _WIDTHS.get(one.physical_type, 0)) for one in columns)
+    """Return the bytes of a row group in memory, about, where dictionaries are unpacked."""
+    total = 0
+    for column in (group.column(number) for number in range(group.num_columns)):
+        width = _WIDTHS.get(column.physical_type, 0)
+        if not width and column.has_dictionary_page and column.statistics is not None and column.statistics.has_min_max:
+            width = 4 + (len(column.statistics.min) + len(column.statistics.max)) // 2
+        total += max(column.total_uncompressed_size, column.num_values * width)
+    return total
 
 
 def _read_row_group(files: ShardFiles, file: int, group: int, columns: Sequence[str]) -> pa.Table:
@@ -135,8 +157,23 @@ def _metadata_of(path: str, version: str) -> pq.FileMetaData:
     return pq.read_metadata(path)
 
 
-def _record_batches(files: ShardFiles, file: int) -> list[pa.RecordBatch]:
-    """Return the record batches of an Arrow file, memory-mapped."""
+def _record_batches(files: ShardFiles, file: int) -> Iterator[pa.RecordBatch]:
+    """Yield the record batches of an Arrow file, one by one."""
+    mapped = _mapped(files, file)
+    if mapped is not None:
+        yield from mapped
+        return
+    reader = pa.ipc.open_file(pa.memory_map(files.path_of(file)))
+    for number in range(reader.num_record_batches):
+        yield reader.get_batch(number)
+
+
+def _record_batch(files: ShardFiles, file: int, number: int) -> pa.RecordBatch:
+    mapped = _mapped(files, file)
+    return pa.ipc.open_file(pa.memory_map(files.path_of(file))).get_batch(number) if mapped is None else mapped[number]
+
+
+def _mapped(files: ShardFiles, file: int) -> list[pa.RecordBatch] | None:
     if not files.is_local:
         raise ValueError(
             f"{files.shown_path(file)} is read by memory map, which needs a local file; copy it, or take Parquet files"
@@ -145,13 +182,33 @@ def _record_batches(files: ShardFiles, file: int) -> list[pa.RecordBatch]:
 
 
 @lru_cache(maxsize=1024)
-def _map_batches(path: str, version: str) -> list[pa.RecordBatch]:
-    source = pa.memory_map(path)
+def _map_batches(path: str, version: str) -> list[pa.RecordBatch] | None:
+    """Return the record batches of a file, without reading them; None if it is compressed.
+
+    Raises:
+        ValueError: if it is a compressed stream, whose batches cannot be read one by one.
+    """
+    whole = pa.memory_map(path).read_buffer()
     try:
-        reader = pa.ipc.open_file(source)
+        reader = pa.ipc.open_file(whole)
     except pa.ArrowInvalid:  # as the package datasets writes it
-        return list(pa.ipc.open_stream(source))
-    return [reader.get_batch(number) for number in range(reader.num_record_batches)]
+        stream = pa.ipc.open_stream(whole)
+        batches = []
+        for batch in stream:
+            if not _is_within(batch, whole):
+                raise ValueError(f"{path} is a compressed stream; write it uncompressed, or as an Arrow file") from None
+            batches.append(batch)
+        return batches
+    numbers = range(reader.num_record_batches)
+    if not numbers or not _is_within(reader.get_batch(0), whole):
+        return None
+    return [reader.get_batch(number) for number in numbers]
+
+
+def _is_within(batch: pa.RecordBatch, whole: pa.Buffer) -> bool:
+    """Return whether the values of a batch are in a memory-mapped file, not copied out of it."""
+    buffers = [buffer for column in batch.columns for buffer in column.buffers() if buffer is not None and buffer.size]
+    return all(whole.address <= buffer.address < whole.address + whole.size for buffer in buffers)
 
 
 def _ranges_of_lines(opened: BinaryIO) -> FileBlocks:
@@ -212,4 +269,8 @@ def _text_if_time(kind: pa.DataType) -> pa.DataType:
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
-    return kind.value_type if pa.types.is_dictionary(kind) else kind
+    if pa.types.is_dictionary(kind):
+        return _plain(kind.value_type)
+    if pa.types.is_string_view(kind):
+        return pa.string()
+    return pa.binary() if pa.types.is_binary_view(kind) else kind

@@ -21,6 +21,7 @@ from lightning_accel.data.shards.reader import ReadOptions, ShardBatches
 from lightning_accel.data.shards.sampler import ShardSampler
 from lightning_accel.data.shards.splits import Split
 from lightning_accel.data.shards.streams import choose_streams
+from lightning_accel.ops.names import list_of_names
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -45,7 +46,10 @@ def shard_loader(
     ``.feather``). Threads read them block by block (row group, record batch, 4 MiB of lines) ahead of training, and
     mix up to 192 blocks at a time; each epoch takes the blocks, and the rows of each, in another order, which depends
     on ``seed`` and the epoch alone. Every row is taken by one process, once, but for those that do not fill a batch on
-    every process, and a run resumed in mid-epoch continues with the next row, also on another number of processes.
+    every process, and a run resumed in mid-epoch continues with the next row. If it has another number of processes, or
+    another ``batch_size``, it needs the :class:`~lightning_accel.callbacks.ExactResume` callback, which counts the
+    Trainer's batches anew. A loop of your own calls ``loader.sampler.set_epoch(epoch)`` before each epoch, as the
+    Trainer does, and may keep ``loader.state_dict()``.
 
         def collate(table):
             columns = [table[name].to_numpy() for name in ("length", "width")]
@@ -57,12 +61,14 @@ def shard_loader(
         location: folder, pattern such as ``data/part-*.parquet``, or URL of one that fsspec opens, such as ``s3://``,
             ``gs://`` or ``hf://``.
         batch_size: B, rows per process and step.
-        collate_fn: makes a batch of a table of B rows; threads call it, so that random numbers must be its own.
-        columns: columns to read; by default all.
+        collate_fn: makes a batch of a table of B rows; threads call it, for about ten batches ahead, so that random
+            numbers must be its own.
+        columns: columns to read; by default all but those that pandas wrote as an index.
         shuffle: whether the rows are shuffled and the last ones dropped, as in training; else each is taken, in the
             order of the files.
         seed: seed of the order.
-        shuffle_bytes: bytes of blocks in memory that are mixed at a time, over all processes.
+        shuffle_bytes: bytes of blocks in memory at a time, over all processes: those that are mixed, and the next
+            ones.
         cache_dir: folder where the list of the blocks is kept, so that it is made once.
         num_workers: processes that read in place of this one's threads, for a ``collate_fn`` that holds the interpreter
             lock; each reads, and holds in memory, the blocks of all.
@@ -77,7 +83,7 @@ def shard_loader(
     require_at_least(1, batch_size=batch_size, shuffle_bytes=shuffle_bytes)
     require_at_least(0, seed=seed, num_workers=num_workers)
     blocks = find_blocks(location, Path(cache_dir))
-    names = blocks.schema.names if columns is None else list(columns)
+    names = blocks.schema.names if columns is None else list_of_names(columns)
     blocks.require_columns(names)
     options = ReadOptions(names, collate_fn)
     sampler_options = {"seed": seed} if shuffle else {"shuffle": False}
@@ -108,8 +114,8 @@ def loader_of_blocks(
     if streams is not None and streams < min(_FEW, len(blocks)) and streams * 2 * nbytes.max() > shuffle_bytes // 2:
         warnings.warn(
             f"rows of {blocks.files.root} are mixed among {streams} blocks at a time, since these have up to "
-            f"{nbytes.max() / 1e6:.0f} MB, and shuffle_bytes is {shuffle_bytes}. If its files are sorted, so are batches: "
-            "write smaller blocks (row_group_size of pyarrow), or raise shuffle_bytes",
+            f"{nbytes.max() / 1e6:.0f} MB, and shuffle_bytes is {shuffle_bytes}. If its files are sorted, so are "
+            "batches: write smaller blocks (row_group_size of pyarrow), or raise shuffle_bytes",
             stacklevel=3,
         )
     sorted_in = [options.sorted_rows, sampler.position.size] if options.sorted_rows else []

@@ -12,8 +12,8 @@ class ShardOptions:
     """Hold how a folder or URL of files is read that is larger than memory.
 
     Args:
-        shuffle_bytes: bytes of blocks (row groups, record batches, 4 MiB of lines) that are mixed at a time, over all
-            processes; up to 192 blocks are.
+        shuffle_bytes: bytes of blocks (row groups, record batches, 4 MiB of lines) in memory at a time, over all
+            processes: up to 192 that are mixed, and the next ones.
         cache_dir: folder where the list of the blocks and the statistics of the rows are kept until a file changes.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch.utils.data import Dataset
 from lightning_accel.data.shards.blocks import find_blocks
 from lightning_accel.data.shards.options import CACHE
 from lightning_accel.ops.extras import import_on_use
+from lightning_accel.ops.names import list_of_names
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -49,7 +51,7 @@ class ShardDataset(Dataset[dict[str, Any]]):
         self, location: str | Path, columns: Sequence[str] | None = None, *, cache_dir: str | Path = CACHE
     ) -> None:
         self.blocks = find_blocks(location, Path(cache_dir))
-        self.columns = self.blocks.schema.names if columns is None else list(columns)
+        self.columns = self.blocks.schema.names if columns is None else list_of_names(columns)
         self.blocks.require_columns(self.columns)
         self._ends = self.blocks.rows.cumsum()
         self._kept: OrderedDict[int, pa.Table] = OrderedDict()
@@ -61,7 +63,7 @@ class ShardDataset(Dataset[dict[str, Any]]):
         return vars(self) | {"_kept": OrderedDict()}
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.__getitems__([index])[0]
+        return self.__getitems__([operator.index(index)])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """Return the rows of these numbers; the DataLoader's fetcher prefers it to ``__getitem__``."""
@@ -77,6 +79,8 @@ class ShardDataset(Dataset[dict[str, Any]]):
         order = np.argsort(rows, kind="stable")
         blocks = np.searchsorted(self._ends, rows[order], side="right")
         within = rows[order] - (self._ends - self.blocks.rows)[blocks]
+        if not len(rows):
+            return self.blocks.schema.empty_table().select(self.columns)
         parts = [self._block(block).take(pa.array(within[blocks == block])) for block in np.unique(blocks).tolist()]
         found = pa.concat_tables(parts).combine_chunks()
         return found.take(pa.array(np.argsort(order)))

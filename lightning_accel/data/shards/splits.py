@@ -7,7 +7,6 @@ from typing import Literal
 
 import numpy as np
 
-from lightning_accel.data.quoting import listed
 from lightning_accel.data.shards.blocks import Blocks
 
 Split = Literal["train", "val", "test"]
@@ -19,21 +18,15 @@ def split_blocks(
 ) -> dict[Split, np.ndarray]:
     """Return the numbers of the blocks that train, validate and test.
 
-    Files in folders ``train``, ``val`` (or ``valid``, ``validation``, ``dev``) and ``test``, or whose names are these
-    before a number (``train-00000-of-00008.parquet``), are for what they say. Otherwise, and where validation or test
+    Files whose path or name has the word ``train``, ``val`` (or ``valid``, ``validation``, ``dev``) or ``test`` are for
+    what they say. Otherwise, and where validation or test
     have none, whole blocks are taken of those that train, ``shares`` of them, evenly spread over the order of the
     files, so that each part of sorted files is among them.
 
     Raises:
         ValueError: if only some files say what they are for, or blocks are too few.
     """
-    said = [blocks.files.split_of(file) for file in range(len(blocks.files.names))]
-    if any(said) and not all(said):
-        silent = [name for name, split in zip(blocks.files.names, said, strict=True) if split is None]
-        raise ValueError(
-            f"{location} has files for training, validation or test by their names, and {listed(silent, 3)} without; "
-            "move these, or name the folder or pattern of those that are meant"
-        )
+    said = blocks.files.splits()
     of_block = np.array([said[file] or "train" for file in blocks.file_of])
     found = {split: np.flatnonzero(of_block == split) for split in _SPLITS}
     rest = found["train"]
@@ -44,8 +37,8 @@ def split_blocks(
         if len(rest) * share < 1:
             raise ValueError(
                 f"{location} has {len(rest)} blocks (row groups, record batches, 4 MiB of lines) that train, of which "
-                f"{share:.3g} for {split} is less than one. Write smaller ones (row_group_size of pyarrow), or put the "
-                "files in folders train, val and test"
+                f"{share:.3g} for {split} is less than one. Put the files in folders train, val and test, or write "
+                "smaller blocks (row_group_size of pyarrow)"
             )
         generator = np.random.default_rng([seed, place])
         strata = np.array_split(rest, round(len(rest) * share))

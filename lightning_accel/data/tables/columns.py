@@ -37,6 +37,8 @@ def numbers_of_column(column: pa.ChunkedArray, name: str, where: Callable[[], st
 
 def texts_of_column(column: pa.ChunkedArray) -> tuple[np.ndarray, list[str]]:
     """Return for each row the index of its text, -1 where it is missing, and the texts, each once or more."""
+    if pa.types.is_floating(column.type):
+        column = pc.if_else(pc.is_nan(column), None, column)  # as pandas has it
     coded = column.combine_chunks().dictionary_encode()
     if isinstance(coded, pa.ChunkedArray):
         coded = coded.combine_chunks()

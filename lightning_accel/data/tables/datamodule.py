@@ -72,16 +72,17 @@ class TabularDataModule(InMemoryDataModule):
     In numeric columns, missing values become the median, columns with missing values get an additional 0/1 indicator
     feature, and all are standardized to mean 0 and variance 1. Text columns are one-hot encoded, with a missing value
     as a category of its own. The encoding is fitted on the training rows alone; a category that they lack is all zeros.
-    A column that mixes numbers and text is an error unless ``categorical`` names it. Splits are stratified by class,
-    and the same file and ``seed`` give the same split on every machine.
+    A column that mixes numbers and text is an error unless ``categorical`` names it. Splits of a file are stratified by
+    class, and the same file and ``seed`` give the same split on every machine.
 
     **More than fits in memory.** A folder, a pattern or a URL (``s3://bucket/table``, see
     :func:`lightning_accel.data.shard_loader`) of Parquet, Arrow or JSON lines files is read ahead of training, block by
     block: row groups of Parquet, record batches of Arrow, 4 MiB of lines. The first run reads all of them once, for the
-    statistics, and keeps these in ``shards.cache_dir``. Files in folders ``train``, ``val`` and ``test``, or named
-    ``train-00000.parquet`` and the like, are for what they say; else whole blocks are the splits, evenly spread over
-    the files. Medians are those of up to 2 ** 24 values of all columns together. A run resumed in mid-epoch continues
-    with the next row, also on another number of processes.
+    statistics, and keeps these in ``shards.cache_dir``. Files whose path or name has the word ``train``, ``val``
+    (``valid``, ``validation``, ``dev``) or ``test`` are for what it says; else whole blocks are the splits, evenly
+    spread over the files. Columns that pandas wrote as an index are left out. Medians are those of up to 2 ** 24 values
+    of all columns together. A run that is resumed in mid-epoch continues with the next row, also on another number of
+    processes.
 
     After ``setup``: ``num_features``, ``num_classes``, ``class_names`` (sorted) and ``feature_names``, such as
     ``length``, ``colour=red`` and ``missingindicator_length``.
@@ -174,9 +175,13 @@ class TabularDataModule(InMemoryDataModule):
         if hasattr(self, "train_rows") or hasattr(self, "_table"):  # the Trainer calls setup once per stage
             return
         if self.is_sharded:
-            self._table = self._sharded_table()
-            self.feature_names, self.class_names = self._table.feature_names, self._table.class_names
+            found = self._sharded_table()
+            self._predicted = found.splits["test"]
+            if self.predict_path is not None:
+                self._predicted = found.to_predict(self.predict_path, self.shards)
+            self.feature_names, self.class_names = found.feature_names, found.class_names
             self.num_features, self.num_classes = len(self.feature_names), len(self.class_names)
+            self._table = found
             return
         assert isinstance(self.path, Path)
         table = self._read(self.path, [self.target, *self.categorical])
@@ -232,9 +237,7 @@ class TabularDataModule(InMemoryDataModule):
         return ShardedTable(self.path, self.target, self.categorical, self.exclude, shares, self.seed, self.shards)
 
     def _loader(self, split: Split | Literal["predict"]) -> DataLoader[Any]:
-        blocks = self._table.splits["test" if split == "predict" else split]
-        if split == "predict" and self.predict_path is not None:
-            blocks = self._table.to_predict(self.predict_path, self.shards)
+        blocks = self._predicted if split == "predict" else self._table.splits[split]
         reading = self._table.reading(with_target=split != "predict")
         return datamodule_loader(
             self, blocks, reading, self.batch_size, self.num_workers, self.shards, self.seed, split

@@ -20,7 +20,7 @@ from lightning_accel.data.shards.options import ShardOptions
 from lightning_accel.data.shards.reader import ReadOptions
 from lightning_accel.data.shards.splits import Split, split_blocks
 from lightning_accel.data.tables.columns import codes_of_column, numbers_of_column
-from lightning_accel.data.tables.statistics import MISSING, table_statistics
+from lightning_accel.data.tables.statistics import MISSING, holds_numbers_in, table_statistics
 from lightning_accel.data.whole_files import whole_file
 
 if TYPE_CHECKING:
@@ -94,6 +94,11 @@ class ShardedTable:
         """
         blocks = find_blocks(location, Path(options.cache_dir))
         blocks.require_columns([column["name"] for column in self.encoder.columns])
+        for column in self.encoder.columns:
+            if column["categories"] is None and not holds_numbers_in(blocks, column["name"]):
+                raise ValueError(
+                    f"column {shown(column['name'])} of {location} holds texts; the training rows have numbers there"
+                )
         return blocks
 
 

@@ -103,7 +103,8 @@ def table_statistics(
             above 1e30, numbers that are written as texts, or too many different texts; or the target is missing, has
             one class, or one that is in no row that trains.
     """
-    is_number = {name: name not in categorical and _holds_numbers(blocks, name) for name in features}
+    is_number = {name: holds_numbers_in(blocks, name) and name not in categorical for name in features}
+    holds_numbers_in(blocks, target)
     total = int(blocks.rows[train].sum())
     share = min(1.0, _SAMPLE / max(1, sum(is_number.values())) / total)
     read = partial(_block_statistics, blocks, is_number, target, share)
@@ -130,7 +131,12 @@ def table_statistics(
     return TableStatistics(numbers, {name: sorted(found) for name, found in texts.items()}, found_classes)
 
 
-def _holds_numbers(blocks: Blocks, name: str) -> bool:
+def holds_numbers_in(blocks: Blocks, name: str) -> bool:
+    """Return whether a column holds numbers or booleans, rather than texts.
+
+    Raises:
+        ValueError: if it holds something else.
+    """
     kind = blocks.schema.field(name).type
     where = f"column {shown(name)} of {blocks.files.root}"
     if pa.types.is_temporal(kind):

@@ -4,6 +4,7 @@ import math
 import sysconfig
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -53,6 +54,7 @@ class TextDataModule(L.LightningDataModule):
             name; by default the text that comes with Python: its language reference and its top-level modules, about 6
             MB of English and code. Also a Parquet, Arrow or JSON lines file, or a folder (without texts), pattern or
             URL of such files (see :func:`lightning_accel.data.shard_loader`), whose rows are documents.
+            Where paths have the words train, val (valid, validation, dev) and test, these are the splits.
         context_length: T.
         batch_size: windows per process and step.
         tokenizer: has ``encode``, ``decode`` and a vocabulary size, as in the packages tokenizers and transformers; by
@@ -132,9 +134,9 @@ class TextDataModule(L.LightningDataModule):
         if hasattr(self, "train_windows"):  # the Trainer calls setup once per stage
             return
         documents = [map_file(path, self.tokenizer, self.cache_dir) for path in self.paths]
-        num_bytes = sum(path.stat().st_size for path in self.paths)
+        num_bytes, named = sum(path.stat().st_size for path in self.paths), list[str | None]()
         if self.rows_of is not None:
-            documents, num_bytes = self._map_rows(self.rows_of)
+            documents, num_bytes, named = self._map_rows(self.rows_of)
         if self.of_python:
             reference = "\n\n".join(topics.values())
             documents.append(np.array(encode(self.tokenizer, reference, self.vocab_size - 1)))
@@ -142,7 +144,10 @@ class TextDataModule(L.LightningDataModule):
         self.stream = TokenStream(documents, separator=self.vocab_size - 1)
         self.bytes_per_token = (num_bytes + len(documents)) / max(1, len(self.stream))
         windows = len(self.stream) // (self.context_length + 1)
-        splits = _split(windows, self.val_share, self.test_share, self.seed)
+        shares = self.val_share, self.test_share
+        splits = _split(windows, *shares, self.seed)
+        if any(named):
+            splits = _split_by_name(self.stream, named, self.context_length + 1, shares, self.seed)
         if not all(map(len, splits)):
             raise ValueError(
                 f"the text of {self._where()} holds {len(self.stream)} tokens, {windows} windows of "
@@ -211,10 +216,40 @@ class TextDataModule(L.LightningDataModule):
 
 
 def _holds_rows(path: str | Path, suffixes: Sequence[str]) -> bool:
-    """Return whether a path is of files whose rows are documents, rather than of texts."""
-    if Path(path).is_dir():
-        return not _texts_in(Path(path), suffixes) and any(_texts_in(Path(path), SUFFIXES))
-    return is_sharded(path) or str(path).lower().endswith(SUFFIXES)
+    """Return whether a path is of files whose rows are documents, rather than of texts.
+
+    Raises:
+        ValueError: if a folder has both; a README or a license beside rows is no text.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        return is_sharded(path) or (str(path).lower().endswith(SUFFIXES) and folder.is_file())
+    rows = _texts_in(folder, SUFFIXES)
+    texts = [text for text in _texts_in(folder, suffixes) if not text.name.upper().startswith(("README", "LICENSE"))]
+    if rows and texts:
+        raise ValueError(
+            f"{path} holds texts ({texts[0].name}) and files of rows ({rows[0].name}); name one kind, such as "
+            f"{path}/*{rows[0].suffix}, or suffixes that leave out the other"
+        )
+    return bool(rows)
+
+
+def _split_by_name(
+    stream: TokenStream, names: Sequence[str | None], length: int, shares: tuple[float, float], seed: int
+) -> list[np.ndarray]:
+    """Return the indices of the windows that train, validate and test, by the split that each document's name says.
+
+    Windows that two splits share are left out. Where none validate or test, some of those that train do.
+    """
+    starts = np.arange(len(stream) // length) * length
+    changes = np.cumsum([False, *(one != other for one, other in pairwise(names))])
+    ends = np.array(stream.ends)
+    first, last = (np.searchsorted(ends, at, side="right") for at in (starts, starts + length - 1))
+    of_window = np.where(changes[first] == changes[last], np.array(names)[first], "")
+    train, val, test = (np.flatnonzero(of_window == split) for split in ("train", "val", "test"))
+    val_share, test_share = (0.0 if len(part) else share for part, share in zip((val, test), shares, strict=True))
+    kept, more_val, more_test = (train[part] for part in _split(len(train), val_share, test_share, seed))
+    return [kept, val if len(val) else more_val, test if len(test) else more_test]
 
 
 def _find_texts(path: Path, suffixes: Sequence[str]) -> list[Path]:

@@ -25,10 +25,14 @@ else:
 
 
 class TokenFiles(NamedTuple):
-    """Hold the token ids of the rows of files, memory-mapped, one array a file, and the bytes of their texts."""
+    """Hold the token ids of the rows of files, memory-mapped, one array a file, and the bytes of their texts.
+
+    ``splits`` is what the path of each file says it is for, see :meth:`ShardFiles.splits`.
+    """
 
     documents: list[np.ndarray]
     num_bytes: int
+    splits: list[str | None]
 
 
 def map_rows(location: str | Path, field: str, tokenizer: Tokenizer, separator: int, cache: Path) -> TokenFiles:
@@ -45,8 +49,11 @@ def map_rows(location: str | Path, field: str, tokenizer: Tokenizer, separator: 
     blocks.require_columns([field])
     made = partial(_map_file, blocks, field, tokenizer, separator, cache)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        found = [*pool.map(made, np.unique(blocks.file_of).tolist())]
-    return TokenFiles([document for document, _ in found], sum(size for _, size in found))
+        files = np.unique(blocks.file_of).tolist()
+        found = [*pool.map(made, files)]
+    said = blocks.files.splits()
+    documents, sizes = [document for document, _ in found], [size for _, size in found]
+    return TokenFiles(documents, sum(sizes), [said[file] for file in files])
 
 
 def _map_file(

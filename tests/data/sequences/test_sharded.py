@@ -180,6 +180,33 @@ def test_sorted_steps_are_the_same_on_any_number_of_processes_and_resume(tmp_pat
     assert rest == whole[17:]
 
 
+def test_the_longest_sequences_train_too(tmp_path):
+    """Eleven of 310 are dropped in each epoch, others in each."""
+    data = data_of(folder_of(tmp_path / "rows", rows_of(410)))
+    train = data._sequences.splits["train"].num_rows
+    assert train % 12 == 11
+    seen = {row for epoch in range(6) for batch in lengths_of(data, 1, 0, epoch=epoch)[0] for row in batch if row[1]}
+    assert len(seen) > train - 10  # the others are empty, or dropped each time
+
+
+def test_another_batch_size_is_refused_on_resuming(tmp_path):
+    folder = folder_of(tmp_path / "rows", rows_of())
+    _, state = lengths_of(data_of(folder), 1, 0, steps=2)
+    with pytest.raises(ValueError, match=r"in another order: digest .* global_batch_size of sequences"):
+        data_of(folder, global_batch_size=24).train_dataloader().load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", ["values", "tokens", "text"])
+def test_batches_of_empty_sequences_are_taken(tmp_path, kind):
+    rows = [{kind: "" if kind == "text" else [], "target": number % 2} for number in range(200)]
+    for row in rows[::7]:
+        row[kind] = {"values": [1.0, 2.0], "tokens": [1, 2], "text": "ab"}[kind]
+    data = data_of(folder_of(tmp_path / "rows", rows))
+    batches = [*data.train_dataloader()]
+    assert min(int(batch.lengths.max()) for batch in batches) == 0
+    assert all(batch.x.shape[1] == max(1, int(batch.lengths.max())) for batch in batches)
+
+
 def test_sorting_saves_padding(tmp_path):
     """Half of the steps of batches in random order are padding, an eighth of those of sorted ones."""
     rows = [

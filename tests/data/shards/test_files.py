@@ -2,10 +2,12 @@
 
 import json
 from datetime import datetime
+from pathlib import Path
 
 import fsspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -61,6 +63,37 @@ def test_a_folder_that_is_not_there_is_said_to_be_missing(tmp_path):
 def test_a_protocol_without_its_package_is_named():
     with pytest.raises((ImportError, ValueError), match=r"nothing://bucket cannot be opened: .*nothing"):
         find_files("nothing://bucket")
+
+
+def test_names_that_look_like_patterns_or_urls_are_folders_where_they_are_there(tmp_path, monkeypatch):
+    for name in ("br[1]", "st*r", "a::b", "home/rows"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "part-7.jsonl").write_text('{"row": 1}')
+        assert is_sharded(tmp_path / name)
+        assert names_in(tmp_path / name) == ["part-7.jsonl"]
+    assert names_in(f"{tmp_path}/home/rows/part-?.jsonl") == ["part-7.jsonl"]
+    assert names_in(f"{tmp_path}/home/rows/part-[0-9].jsonl") == ["part-7.jsonl"]
+    assert names_in(f"{tmp_path}/home/*") == ["rows/part-7.jsonl"]
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert is_sharded("~/rows")
+    assert names_in("~/rows") == ["part-7.jsonl"]
+    for location in ("", Path("s3://bucket/rows")):
+        with pytest.raises(ValueError, match="a folder, a pattern, or a URL as a str was needed"):
+            find_files(location)
+
+
+def test_links_to_files_are_followed_and_links_to_folders_refused(tmp_path):
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "a.jsonl").write_text('{"row": 1}')
+    (tmp_path / "rows" / "b.jsonl").symlink_to(tmp_path / "a.jsonl")
+    assert find_blocks(tmp_path / "rows", tmp_path / "cache").num_rows == 1
+    (tmp_path / "a.jsonl").write_text('{"row": 1}\n{"row": 2}')
+    assert find_blocks(tmp_path / "rows", tmp_path / "cache").num_rows == 2
+    (tmp_path / "rows" / "more").symlink_to(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"more is a link to a folder, whose files would be left out; name that folder"
+    ):
+        find_files(tmp_path / "rows")
 
 
 def rows_in(location, cache):
@@ -126,6 +159,50 @@ def test_lines_that_cannot_be_read_are_refused(tmp_path, first, second, message)
         find_blocks(tmp_path, tmp_path / "cache")
 
 
+def test_views_become_texts_and_packed_arrow_files_are_read_block_by_block(tmp_path):
+    for folder in ("views", "feather", "stream"):
+        (tmp_path / folder).mkdir()
+    views = TABLE.set_column(1, "text", TABLE["text"].cast(pa.string_view()))
+    with pa.ipc.new_file(tmp_path / "views" / "a.arrow", views.schema) as writer:
+        writer.write_table(views)
+    pa.feather.write_feather(TABLE, tmp_path / "feather" / "a.feather", compression="zstd", chunksize=9)
+    for folder, blocks in (("views", 1), ("feather", 6)):
+        found, table = rows_in(tmp_path / folder, tmp_path / "cache")
+        assert len(found) == blocks
+        assert table.equals(TABLE)
+    path = tmp_path / "feather" / "a.feather"
+    assert formats._map_batches(str(path), "") is None  # else all of it would stay in memory
+    packed = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_stream(tmp_path / "stream" / "a.arrow", TABLE.schema, options=packed) as writer:
+        writer.write_table(TABLE)
+    with pytest.raises(ValueError, match="is a compressed stream; write it uncompressed, or as an Arrow file"):
+        find_blocks(tmp_path / "stream", tmp_path / "cache")
+
+
+def test_texts_that_repeat_are_counted_at_their_length(tmp_path):
+    table = pa.table({"text": ["a" * 500, "b" * 700] * 1000})
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert 0.9 < find_blocks(tmp_path, tmp_path / "cache").nbytes[0] / table.nbytes < 1.1
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    pq.write_table(pa.Table.from_arrays([[1], [2]], names=["a", "a"]), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a.parquet has two columns named 'a'; rename or remove one"):
+        find_blocks(tmp_path, tmp_path / "cache")
+
+
+def test_a_damaged_list_is_made_again_and_a_folder_that_cannot_be_made_named(tmp_path):
+    (tmp_path / "rows").mkdir()
+    pq.write_table(TABLE, tmp_path / "rows" / "a.parquet")
+    find_blocks(tmp_path / "rows", tmp_path / "cache")
+    [kept] = (tmp_path / "cache").glob("*.npz")
+    kept.write_bytes(kept.read_bytes()[:100])
+    assert find_blocks(tmp_path / "rows", tmp_path / "cache").num_rows == 50
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"file/cache cannot be made: .*; name another folder as cache_dir"):
+        find_blocks(tmp_path / "rows", tmp_path / "file" / "cache")
+
+
 def test_files_with_other_columns_are_refused(tmp_path):
     pq.write_table(TABLE, tmp_path / "a.parquet")
     pq.write_table(TABLE.select(["row"]), tmp_path / "b.parquet")
@@ -165,7 +242,7 @@ def test_urls_are_read_by_ranges(tmp_path):
 
 def named(tmp_path, names):
     for number, name in enumerate(names):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(TABLE.slice(number, 8), tmp_path / name, row_group_size=1)
     blocks = find_blocks(tmp_path, tmp_path / "cache")
     splits = split_blocks(blocks, (0.25, 0.25), 0, tmp_path)
@@ -181,6 +258,8 @@ def named(tmp_path, names):
         ("train/a.parquet", "val/a.parquet", "test/a.parquet"),
         ("train-00000-of-00001.parquet", "validation-00000-of-00001.parquet", "test-00000-of-00001.parquet"),
         ("train_1.parquet", "dev_1.parquet", "test_1.parquet"),
+        ("data/train-00000-of-00001-0b3b1b5e.parquet", "data/valid-0.parquet", "data/test-0.parquet"),
+        ("x/imdb-train.parquet", "x/imdb-validation.parquet", "x/latest/imdb.testing.parquet"),
     ],
 )
 def test_names_of_files_say_what_they_are_for(tmp_path, names):
@@ -211,7 +290,10 @@ def test_what_names_leave_out_comes_from_what_trains(tmp_path):
             ("train/a.parquet", "more/a.parquet"),
             "has files for training, .* by their names, and more/a.parquet without",
         ),
-        (("a.parquet",), r"has 3 blocks .* that train, of which 0.25 for test is less than one. Write smaller ones"),
+        (
+            ("a.parquet",),
+            r"has 3 blocks .* that train, of which 0.25 for test is less than one. Put the files in folders",
+        ),
     ],
 )
 def test_splits_that_cannot_be_are_refused(tmp_path, names, message):
@@ -235,6 +317,7 @@ def test_any_row_is_read_by_its_number(tmp_path):
     assert rows[44] == rows[-1] == {"row": 44, "text": "ä44"}
     asked = np.random.default_rng(0).integers(0, 45, 200)
     assert rows.take(asked)["row"].to_pylist() == asked.tolist()
+    assert rows.take([]).num_rows == 0
     with pytest.raises(IndexError, match="there are 45 rows; got the number 45"):
         rows[45]
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from lightning_accel.callbacks.deployment.loaders import undistributed
 from lightning_accel.data import shard_loader
+from lightning_accel.data.shards.reader import _Reader
 from lightning_accel.data.shards.sampler import Step, positions_of
 
 
@@ -184,6 +185,41 @@ def test_loading_ends_with_its_loader(numbered):
         pytest.fail("the thread still runs")
 
 
+def test_an_epoch_leaves_nothing_in_memory(numbered):
+    loader = loader_of(numbered)
+    for epoch in range(3):
+        loader.sampler.set_epoch(epoch)
+        assert sum(map(len, loader)) == 210
+        next(iter(loader))
+    loader.dataset.close()
+    for _ in range(100):
+        gc.collect()
+        if not any(isinstance(found, _Reader) for found in gc.get_objects()):
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("a reader, with its open blocks, is still there")
+
+
+def test_few_batches_are_made_ahead(numbered):
+    made = []
+    loader = shard_loader(numbered, 1, lambda table: made.append(1), cache_dir=numbered / "cache")
+    next(iter(loader))
+    time.sleep(0.3)
+    assert 2 <= len(made) <= 1 + 8 + 1 + 5  # taken, waiting, about to wait, and one for each thread and one more
+
+
+def test_a_step_that_the_rows_do_not_fill_is_refused_where_the_processes_are_known(numbered):
+    loader = loader_of(numbered, replicas=3, rank=1, batch_size=100)
+    with pytest.raises(ValueError, match="211 rows train, fewer than batch_size=100 on each of 3 processes"):
+        next(iter(loader))
+
+
+def test_blocks_that_are_too_large_to_mix_are_told(numbered):
+    with pytest.warns(UserWarning, match="are mixed among 1 blocks at a time, since these have up to 0 MB"):
+        loader_of(numbered, shuffle_bytes=600)
+
+
 def test_an_error_is_raised_where_the_batch_is_taken(numbered):
     loader = shard_loader(numbered, 5, lambda table: 1 / 0, cache_dir=numbered / "cache")
     for _ in range(2):
@@ -207,7 +243,7 @@ def test_other_samplers_are_refused(numbered):
     [
         ({"batch_size": 0}, ValueError, "batch_size must be at least 1; got 0"),
         ({"batch_size": 212}, ValueError, "211 rows train, fewer than batch_size=212 on each of 1 processes"),
-        ({"columns": ["rwo"]}, ValueError, r"no column 'rwo'; did you mean 'row'\? Its columns: row, half"),
+        ({"columns": "rwo"}, ValueError, r"no column 'rwo'; did you mean 'row'\? Its columns: row, half"),
     ],
     ids=str,
 )

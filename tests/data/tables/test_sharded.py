@@ -143,6 +143,23 @@ def test_other_files_are_predicted(tmp_path, flowers):
     assert features[:, -6:].sum(dim=1).tolist() == [1, 2, 2, 2, 2]
 
 
+def test_what_cannot_be_predicted_is_refused_before_training(tmp_path, flowers):
+    folder = folder_of(tmp_path / "rows", flowers)
+    with pytest.raises(FileNotFoundError, match=r"no folder, and no file, .*nowhere"):
+        data_of(folder, predict_path=tmp_path / "nowhere").setup()
+    new = folder_of(tmp_path / "new", changed(flowers, length=pa.array(["long"] * 400)))
+    with pytest.raises(ValueError, match=r"column 'length' of .*new holds texts; the training rows have numbers there"):
+        data_of(folder, predict_path=new).setup()
+
+
+def test_the_index_of_pandas_is_no_feature(tmp_path, flowers):
+    folder = folder_of(tmp_path / "rows", pa.Table.from_pandas(flowers.to_pandas().sample(frac=1).set_index("half")))
+    data = data_of(folder)
+    data.setup()
+    assert "half" not in data.feature_names
+    assert not any("index" in name for name in data.feature_names)
+
+
 def changed(flowers, **columns):
     for name, values in columns.items():
         flowers = flowers.drop_columns([name] if name in flowers.column_names else []).append_column(name, [values])
@@ -171,6 +188,8 @@ def changed(flowers, **columns):
             {},
             r"column 'species' .*0.parquet, row group 0 lacks 1 of 9 values",
         ),
+        ({"species": [0.0, 1.0, np.nan, 1.0] * 100}, {}, r"column 'species' .* lacks 2 of 9 values"),
+        ({"species": [[1]] * 400}, {}, r"column 'species' of .* holds lists or bytes"),
         ({"species": ["a"] * 400}, {}, r"holds one class only, a; two or more are needed"),
         ({"colour=red": [1.0] * 400}, {}, r"gives two features the name 'colour=red'"),
     ],

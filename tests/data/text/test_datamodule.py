@@ -369,6 +369,18 @@ def test_an_epoch_that_is_resumed_twice_takes_each_window_once(tmp_path, sizes):
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@pytest.mark.parametrize(("step", "size"), [(12, 22), (12, 10), (12, 40), (9, 100)], ids=str)
+def test_after_the_last_step_of_an_epoch_the_next_one_is_whole(tmp_path, step, size):
+    """Of twelve steps of 22 of 268 windows; after nine, 70 windows are left, which do not fill a step of 100."""
+    (tmp_path / "numbers.txt").write_text("".join(f"{number:07d} " for number in range(300)))
+    run(tmp_path, Recorder(), kept="first", batch_size=22, context_length=7)
+    ckpt_path = tmp_path / "first" / f"step={step}.ckpt"
+    module = run(tmp_path, Recorder(), ckpt_path, "then", batch_size=size, context_length=7)
+    windows = [tuple(window) for batch in module.batches for window in batch]
+    assert len(windows) == len({*windows}) == 268 // size * size
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_other_text_or_another_split_is_refused_on_resuming(folder):
     run(folder, Recorder())
     ckpt_path = folder / "kept" / "step=3.ckpt"

@@ -69,11 +69,30 @@ def test_tokens_are_written_once(tmp_path, monkeypatch):
     assert stream_of(folder, tmp_path)[1] == first
 
 
-def test_texts_of_a_folder_come_before_rows(tmp_path):
+def test_texts_beside_rows_are_refused_but_for_a_readme(tmp_path):
     folder = folder_of(tmp_path / "rows", [{"text": text} for text in DOCUMENTS])
     (folder / "a.txt").write_text("only this " * 100)
+    with pytest.raises(ValueError, match=r"holds texts \(a.txt\) and files of rows \(0.parquet\); name one kind"):
+        stream_of(folder, tmp_path)
+    assert stream_of(f"{folder}/*.parquet", tmp_path)[0].rows_of is not None
+    (folder / "a.txt").rename(folder / "README.md")
+    assert stream_of(folder, tmp_path)[0].rows_of == folder
+
+
+def test_names_of_files_are_the_splits(tmp_path):
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    for name, letter, count in (("train-0-of-2", "a", 90), ("train-1-of-2", "b", 60), ("test-0-of-1", "c", 50)):
+        pq.write_table(pa.table({"text": [letter * 9] * count}), folder / f"{name}.parquet")
     data, _ = stream_of(folder, tmp_path)
-    assert [path.name for path in data.paths] == ["a.txt"]
+    letters = [
+        {chr(token) for window in windows for token in window.tolist() if token != 256}
+        for windows in (data.train_windows, data.val_windows, data.test_windows)
+    ]
+    assert letters[0] == {"a", "b"}
+    assert letters[1] <= {"a", "b"}
+    assert letters[2] == {"c"}
+    assert len(data.test_windows) == 500 // 8  # a window that borders on the training text is left out
 
 
 @pytest.mark.parametrize(
