@@ -2,7 +2,8 @@
 
 ``datamodule`` takes ``options``, reads a data set (``files``, PyG's own, or one generated in ``tasks``), adds
 ``features`` and what ``transform`` computes (triples, ``substructures``), divides it by ``splits``, and loads it:
-``dataset`` holds graphs or one large graph, ``sampler`` fills batches up to a number of nodes and edges.
+``dataset`` holds graphs or one large graph, ``sampler`` fills batches up to a number of nodes and edges. ``sharded``
+reads folders that are larger than memory, with a graph in each row.
 """
 
 from lightning_accel.data.graphs.datamodule import GraphDataModule

@@ -29,7 +29,6 @@ from lightning_accel.data.sequences.splits import (
 )
 from lightning_accel.data.shards.files import is_sharded
 from lightning_accel.data.shards.loader import datamodule_loader
-from lightning_accel.data.shards.options import ShardOptions
 from lightning_accel.data.shards.splits import Split
 from lightning_accel.data.tables.files import existing_file
 from lightning_accel.ops.names import list_of_names
@@ -52,7 +51,7 @@ class SequenceDataModule(L.LightningDataModule):
     **More than fits in memory.** A folder, a pattern or a URL of Parquet, Arrow or JSON lines files (see
     :func:`lightning_accel.data.shard_loader`) has one row per sequence, with the columns of a ``.jsonl`` file. It is
     read ahead of training, and what is read together is sorted by length. The first run reads all of it once, for the
-    statistics, and keeps these in ``shards.cache_dir``. Files whose path or name has the word ``train``, ``val``
+    statistics, and keeps these in ``layout.shards.cache_dir``. Files whose path or name has the word ``train``, ``val``
     (``valid``, ``validation``, ``dev``) or ``test`` are for what it says; else whole blocks of files are the splits.
 
     **Splits** consist of whole sequences, stratified by class; the same file and ``seed`` give the same splits.
@@ -81,7 +80,6 @@ class SequenceDataModule(L.LightningDataModule):
         num_workers: workers that load batches; 0 is fastest, since the sequences are in memory.
         predict_path: file of sequences to predict, in the format of ``path``, with or without targets; by default the
             test sequences. Where ``path`` is a folder, this is one, too.
-        shards: how a folder of files is read, see :class:`lightning_accel.data.ShardOptions`.
 
     Raises:
         FileNotFoundError: if a file does not exist.
@@ -122,10 +120,8 @@ class SequenceDataModule(L.LightningDataModule):
         seed: int = 0,
         num_workers: int = 0,
         predict_path: str | Path | None = None,
-        shards: ShardOptions = ShardOptions(),
     ) -> None:
         super().__init__()
-        self.shards = read_options(ShardOptions, shards)
         require_at_least(1, global_batch_size=global_batch_size, max_tokens=max_tokens, chunk_steps=chunk_steps)
         require_at_least(0, seed=seed, num_workers=num_workers)
         require_shares(val_share, test_share)
@@ -181,7 +177,7 @@ class SequenceDataModule(L.LightningDataModule):
 
     def _sharded_sequences(self) -> ShardedSequences:
         assert self.path is not None
-        return ShardedSequences(self.path, self.layout, self.shares, self.seed, self.shards)
+        return ShardedSequences(self.path, self.layout, self.shares, self.seed)
 
     def setup(self, stage: str | None = None) -> None:
         if hasattr(self, "train_rows") or hasattr(self, "_sequences"):  # the Trainer calls setup once per stage
@@ -306,7 +302,7 @@ class SequenceDataModule(L.LightningDataModule):
         blocks = self._predicted if split == "predict" else self._sequences.splits[split]
         reading = self._sequences.reading(self.global_batch_size, with_target=not predicts, in_order=predicts)
         size = self.global_batch_size // replicas
-        return datamodule_loader(self, blocks, reading, size, self.num_workers, self.shards, self.seed, split)
+        return datamodule_loader(self, blocks, reading, size, self.num_workers, self.layout.shards, self.seed, split)
 
     def _longest_first(self, rows: SequenceDataset) -> LengthBatchSampler:
         max_tokens = None if self.chunk_steps else self.max_tokens  # may be less than a whole sequence

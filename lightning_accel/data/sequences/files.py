@@ -11,6 +11,7 @@ import numpy as np
 
 from lightning_accel.data.bounds import allowed_bytes, require_allowed
 from lightning_accel.data.quoting import cut, listed, shown
+from lightning_accel.data.shards.options import ShardOptions
 from lightning_accel.data.tables.files import LARGEST, as_numbers, as_text, read_table, require_columns, require_present
 from lightning_accel.data.text.lines import lines_of, numbers_of, parse_object, require_distinct_ids, require_field
 from lightning_accel.ops.extras import import_on_use
@@ -39,6 +40,7 @@ class SequenceLayout:
             the field ``values``, ``tokens``, ``input_ids`` or ``text``.
         id_column: column with the id of a row's sequence, or field with the id of a line.
         step_column: column of numbers or dates that orders the rows of a sequence; None for the order of the file.
+        shards: how a folder of files is read.
     """
 
     target_kind: TargetKind = "classification"
@@ -46,6 +48,7 @@ class SequenceLayout:
     values: str | Sequence[str] = ()
     id_column: str = "id"
     step_column: str | None = "step"
+    shards: ShardOptions = ShardOptions()
 
 
 @dataclass

@@ -22,7 +22,6 @@ from lightning_accel.data.sequences.dataset import SequenceDataset
 from lightning_accel.data.sequences.files import TOKEN_FIELDS, SequenceLayout
 from lightning_accel.data.shards.blocks import Blocks, find_blocks
 from lightning_accel.data.shards.moments import Moments
-from lightning_accel.data.shards.options import ShardOptions
 from lightning_accel.data.shards.reader import ReadOptions
 from lightning_accel.data.shards.splits import Split, split_blocks
 from lightning_accel.data.tables.columns import (
@@ -75,10 +74,9 @@ class ShardedSequences:
 
     Args:
         location: folder, pattern or URL.
-        layout: which columns hold what.
+        layout: which columns hold what, and how files are read.
         shares: shares of the blocks that validate and test, see :func:`split_blocks`.
         seed: seed of the split.
-        options: how the files are read.
 
     Raises:
         FileNotFoundError: if there are no files.
@@ -91,17 +89,17 @@ class ShardedSequences:
         layout: SequenceLayout,
         shares: tuple[float, float],
         seed: int,
-        options: ShardOptions,
     ) -> None:
         self.location = location
         self.layout = layout
-        self._options = options
-        blocks = find_blocks(location, Path(options.cache_dir))
+        self._cache = Path(layout.shards.cache_dir).expanduser()
+        blocks = find_blocks(location, self._cache)
         column = find_sequence_column(blocks.schema, layout, str(location))
         blocks.require_columns([] if layout.target_kind == "forecasting" else [layout.target])
         splits = split_blocks(blocks, shares, seed, location)
-        made_of = blocks.digest(), blocks.files.versions, column, asdict(layout), splits["train"].tolist()
-        kept = Path(options.cache_dir).expanduser() / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:32]}.json"
+        target = layout.target_kind, layout.target
+        made_of = blocks.digest(), blocks.files.versions, column, target, splits["train"].tolist()
+        kept = self._cache / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:32]}.json"
         if not kept.exists():
             found = _collect(blocks, splits["train"], column, layout)
             with whole_file(kept) as partial_file:
@@ -127,7 +125,7 @@ class ShardedSequences:
 
     def to_predict(self, location: str | Path) -> Blocks:
         """Return the blocks of other files with sequences in the same column."""
-        blocks = find_blocks(location, Path(self._options.cache_dir))
+        blocks = find_blocks(location, self._cache)
         blocks.require_columns([self.statistics.column])
         return blocks
 

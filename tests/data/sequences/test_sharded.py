@@ -1,6 +1,7 @@
 """Sequences in folders, a row each: the same numbers as in the files, similar lengths, every row once."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -41,9 +42,9 @@ def folder_of(path, rows, files=4, group=10, lines=False):
     return path
 
 
-def data_of(folder, **options):
-    shards = ShardOptions(cache_dir=folder.parent / "cache")
-    data = SequenceDataModule(folder, shards=shards, **{"global_batch_size": 12, **options})
+def data_of(folder, layout=None, **options):
+    layout = replace(layout or SequenceLayout(), shards=ShardOptions(cache_dir=folder.parent / "cache"))
+    data = SequenceDataModule(folder, layout=layout, **{"global_batch_size": 12, **options})
     data.prepare_data()
     data.setup()
     return data
@@ -234,7 +235,7 @@ def test_sorting_saves_padding(tmp_path):
             {},
             "has no column values, tokens, input_ids, text, whose rows are sequences; name it in layout",
         ),
-        ({"values": [1.0]}, {"layout": {"target": "class"}}, "has no column 'class'"),
+        ({"values": [1.0]}, {"layout": SequenceLayout(target="class")}, "has no column 'class'"),
         ({"values": [float("nan")]}, {}, "column 'values' of .* must hold numbers of at most 1e"),
         ({"values": None}, {}, "column 'values' of .*row group 0 .* 10 of 10"),
         ({"values": "text"}, {}, None),
@@ -247,12 +248,12 @@ def test_sorting_saves_padding(tmp_path):
         ({"values": [1.0], "target": "a"}, {}, "holds one class only, a; two or more are needed"),
         (
             {"values": [1.0]},
-            {"layout": {"target_kind": "labelling"}},
+            {"layout": SequenceLayout(target_kind="labelling")},
             "column 'target' of .* must hold a list of classes; got string",
         ),
         (
             {"values": [1.0], "target": ["a", "b"]},
-            {"layout": {"target_kind": "labelling"}},
+            {"layout": SequenceLayout(target_kind="labelling")},
             "row 1; got 2|a class for each",
         ),
     ],
