@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_accel.data import shard_loader
+from lightning_accel.data import ShardOptions, TabularDataModule, shard_loader
 from lightning_accel.data.shards.blocks import find_blocks
 
 FEATURES = [f"f{number}" for number in range(31)]
@@ -180,6 +180,38 @@ def compare(folder: Path, rounds: int, seconds: float, record: list[dict[str, An
         print(f"| {name} | {middle:,.0f} | {min(found):,.0f} to {max(found):,.0f} | {middle / base:.2f} |")
         row = {"case": "rates", "subject": name, "metric": "rows", "value": middle, "unit": "1/s"}
         record.append(row | {"baseline": "ours", "ratio": middle / base})
+    step_s = 2 * BATCH / base
+    mean, most = waits(folder, step_s, int(seconds / step_s))
+    print(
+        f"\nA step of {step_s * 1e3:.2f} ms, twice what a batch takes, waits {mean:.1%} of it; 99 of 100, < {most:.1%}"
+    )
+    of_statistics = statistics_rate(folder)
+    print(f"Statistics of {len(FEATURES)} columns: {of_statistics:,.0f} rows/s")
+    for name, value, unit in (("wait", mean, "step"), ("statistics", of_statistics, "1/s")):
+        record.append({"case": name, "subject": "ours", "metric": name, "value": value, "unit": unit})
+
+
+def waits(folder: Path, step_s: float, steps: int) -> tuple[float, float]:
+    """Return the mean and the 99th percentile of what a step waits for its batch, in shares of ``step_s``."""
+    batches = ours(folder)
+    next(batches)
+    found = []
+    for _ in range(steps):
+        time.sleep(step_s)  # as a step on an accelerator, which leaves the CPU alone
+        start = time.perf_counter()
+        if next(batches, None) is None:
+            break
+        found.append((time.perf_counter() - start) / step_s)
+    return statistics.mean(found), float(np.quantile(found, 0.99))
+
+
+def statistics_rate(folder: Path) -> float:
+    """Return the rows a second of the pass that collects the statistics of a table."""
+    with tempfile.TemporaryDirectory() as cache:
+        data = TabularDataModule(folder, "label", exclude="row", shards=ShardOptions(cache_dir=cache))
+        start = time.perf_counter()
+        data.prepare_data()
+        return find_blocks(folder).num_rows / (time.perf_counter() - start)
 
 
 def read_part(folder: Path, work: Path, replicas: int, rank: int, until: int | None) -> None:

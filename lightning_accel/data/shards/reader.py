@@ -120,8 +120,9 @@ class _Reading:
         stopped = threading.Event()
         weakref.finalize(self, stopped.set)
         reader = _Reader(batches.blocks, batches.options, batches.plan(step), batches.exact, step.stop - step.start)
-        # the thread knows nothing of this object, or it would not end with it
-        threading.Thread(target=_run, args=(reader, step, self._queue, stopped), name="shards", daemon=True).start()
+        # The thread knows nothing of this object, or it would not end with it. It is no daemon: these are cut off at the
+        # end of the interpreter, within a call of Arrow, which aborts.
+        threading.Thread(target=_run, args=(reader, step, self._queue, stopped), name="shards").start()
 
     def take(self) -> Any:
         read = self._queue.get()
@@ -153,7 +154,7 @@ def _run(reader: _Reader, step: Step, to: queue.Queue[_Read], stopped: threading
 
 
 def _put(read: _Read, to: queue.Queue[_Read], stopped: threading.Event) -> bool:
-    while not stopped.is_set():
+    while not stopped.is_set() and threading.main_thread().is_alive():
         try:
             to.put(read, timeout=0.1)
             return True
@@ -169,7 +170,7 @@ class _Reader:
         self._blocks, self._options, self._plan, self._exact, self._size = blocks, options, plan, exact, size
         worker = get_worker_info()
         self._stride = 1 if worker is None else worker.num_workers
-        self._pool = ThreadPoolExecutor(_THREADS)
+        self._readers, self._collaters = ThreadPoolExecutor(_THREADS), ThreadPoolExecutor(_THREADS)
         self._open: dict[int, _OpenBlock] = {}
         self._coming: dict[int, tuple[int, Future[Rows]]] = {}
         at_once = min(_AHEAD_ROWS, _AHEAD_BYTES * blocks.num_rows // max(1, int(blocks.nbytes.sum())))
@@ -179,7 +180,8 @@ class _Reader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._readers.shutdown(wait=False, cancel_futures=True)
+        self._collaters.shutdown(wait=False, cancel_futures=True)
         self._open.clear()
         self._coming.clear()
 
@@ -196,6 +198,19 @@ class _Reader:
 
     def batches(self, step: Step) -> Iterator[Any]:
         """Yield the batches from ``step`` on."""
+        with ThreadPoolExecutor(1) as gatherer:  # what comes is gathered while batches are made of what is there
+            parts = self._parts(step)
+            coming = gatherer.submit(self._gather_next, parts)
+            while (found := coming.result()) is not None:
+                coming = gatherer.submit(self._gather_next, parts)
+                yield from self._collated(found)
+
+    def _gather_next(self, parts: Iterator[tuple[list[np.ndarray], range]]) -> list[Rows] | None:
+        part = next(parts, None)
+        return None if part is None else self._gather(*part)
+
+    def _parts(self, step: Step) -> Iterator[tuple[list[np.ndarray], range]]:
+        """Yield the positions of the steps that are gathered at once, and the window that they are in."""
         ahead: Step | None = step
         while ahead is not None:
             steps: list[Step] = []
@@ -204,14 +219,13 @@ class _Reader:
                 steps.append(ahead)
                 ahead = self.following(ahead)
             own = [positions_of(self._shuffled(one), self._exact) for one in steps]
-            own = [positions for positions in own if len(positions)]
-            yield from self._collated(self._gather(own, window))
+            yield [positions for positions in own if len(positions)], window
 
     def _collated(self, batches: Iterable[Rows]) -> Iterator[Any]:
         """Yield batches in order, of which no more are made at a time than there are threads."""
         making: deque[Future[Any]] = deque()
         for rows in batches:
-            making.append(self._pool.submit(self._options.collate, rows))
+            making.append(self._collaters.submit(self._options.collate, rows))
             if len(making) > _THREADS:
                 yield making.popleft().result()
         while making:
@@ -285,7 +299,7 @@ class _Reader:
     def _begin(self, stream: int, place: int) -> None:
         coming = self._coming.get(stream)
         if coming is None or coming[0] != place:
-            self._coming[stream] = place, self._pool.submit(self._read, int(self._plan.order[place]))
+            self._coming[stream] = place, self._readers.submit(self._read, int(self._plan.order[place]))
 
     def _opened(self, stream: int, place: int) -> _OpenBlock:
         opened = self._open.get(stream)

@@ -1,6 +1,8 @@
 """Real processes: a folder under DDP, killed and resumed on another number of processes."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import lightning as L
@@ -91,3 +93,19 @@ def test_a_run_of_two_processes_goes_on_with_one(tmp_path):
     assert len(after) == (train - 128) // 12 * 12
     assert len({*before, *after}) == len(before) + len(after)
     assert not {*before, *after} & {*taken(tmp_path / "one", "val")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["", "raise KeyError('x')"], ids=["end", "error"])
+def test_a_process_ends_in_the_middle_of_reading(tmp_path, end):
+    """Where a thread was cut off within a call of Arrow, one of six processes aborted."""
+    pq.write_table(pa.table({"row": np.arange(200_000)}), tmp_path / "a.parquet", row_group_size=5000)
+    script = (
+        "from lightning_accel.data import shard_loader\n"
+        f"batches = iter(shard_loader({str(tmp_path)!r}, 64, list, cache_dir={str(tmp_path / 'cache')!r}))\n"
+        f"for _ in range(30): next(batches)\n{end}"
+    )
+    for _ in range(4):
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+        assert done.returncode == (1 if end else 0), done.stderr
+        assert "terminate" not in done.stderr
