@@ -120,8 +120,8 @@ class _Reading:
         stopped = threading.Event()
         weakref.finalize(self, stopped.set)
         reader = _Reader(batches.blocks, batches.options, batches.plan(step), batches.exact, step.stop - step.start)
-        # The thread knows nothing of this object, or it would not end with it. It is no daemon: these are cut off at the
-        # end of the interpreter, within a call of Arrow, which aborts.
+        # The thread knows nothing of this object, or it would not end with it. It is no daemon: one would be cut off at
+        # the end of the interpreter, within a call of Arrow, which aborts.
         threading.Thread(target=_run, args=(reader, step, self._queue, stopped), name="shards").start()
 
     def take(self) -> Any:
@@ -219,7 +219,8 @@ class _Reader:
                 steps.append(ahead)
                 ahead = self.following(ahead)
             own = [positions_of(self._shuffled(one), self._exact) for one in steps]
-            yield [positions for positions in own if len(positions)], window
+            if own := [positions for positions in own if len(positions)]:
+                yield own, window
 
     def _collated(self, batches: Iterable[Rows]) -> Iterator[Any]:
         """Yield batches in order, of which no more are made at a time than there are threads."""
