@@ -38,6 +38,14 @@ def test_seed_and_epoch_alone_determine_the_order():
     assert order_of(StreamPlan(ROWS, 3, 5, 1)) != first != order_of(StreamPlan(ROWS, 3, 6, 2))
 
 
+def test_blocks_and_the_rows_of_each_are_shuffled_anew_in_each_epoch():
+    plans = [StreamPlan(ROWS, 3, 5, epoch) for epoch in (0, 1)]
+    assert not np.array_equal(plans[0].order, plans[1].order)
+    rows = [plan.rows_of(plan.order.tolist().index(2)).tolist() for plan in plans]
+    assert sorted(rows[0]) == sorted(rows[1]) == [*range(11)]
+    assert rows[0] != rows[1]
+
+
 def test_processes_that_divide_the_streams_read_no_block_twice_but_where_streams_end():
     plan = StreamPlan(np.full(48, 10), 12, seed=0)
     found = order_of(plan)
