@@ -48,6 +48,7 @@ from lightning_accel.data.in_memory import in_memory_loader, resumable_loader
 from lightning_accel.data.samplers import ResumableLoader, replicas_and_rank
 from lightning_accel.data.shards.files import is_sharded
 from lightning_accel.data.shards.loader import datamodule_loader
+from lightning_accel.data.shards.options import ShardOptions
 from lightning_accel.data.shards.splits import Split
 from lightning_accel.data.tables.files import existing_file
 from lightning_accel.ops.names import list_of_names
@@ -215,7 +216,7 @@ class GraphDataModule(L.LightningDataModule):
             raise ValueError(
                 "predict_path has no effect beside layout.nodes_path: all nodes of the graph are predicted"
             )
-        self.layout = replace(layout, nodes_path=nodes)
+        self.layout = replace(layout, nodes_path=nodes, shards=read_options(ShardOptions, layout.shards))
         self.datasets = [part for part in (dataset, split.val_dataset, split.test_dataset) if part is not None]
         self.transform = transform
         self.counted = names or tuple(SUBSTRUCTURES)

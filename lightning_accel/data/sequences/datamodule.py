@@ -29,6 +29,7 @@ from lightning_accel.data.sequences.splits import (
 )
 from lightning_accel.data.shards.files import is_sharded
 from lightning_accel.data.shards.loader import datamodule_loader
+from lightning_accel.data.shards.options import ShardOptions
 from lightning_accel.data.shards.splits import Split
 from lightning_accel.data.tables.files import existing_file
 from lightning_accel.ops.names import list_of_names
@@ -140,7 +141,8 @@ class SequenceDataModule(L.LightningDataModule):
                 "them out"
             )
         self.task: TaskName | None = "digits_rows" if task is None and path is None else task
-        self.layout = replace(layout, values=tuple(list_of_names(layout.values)))
+        shards = read_options(ShardOptions, layout.shards)
+        self.layout = replace(layout, values=tuple(list_of_names(layout.values)), shards=shards)
         if self.task not in (None, *get_args(TaskName)):
             raise ValueError(f"task must be one of {', '.join(get_args(TaskName))}; got {task!r}")
         length = 100 if generated.length is None else generated.length

@@ -104,7 +104,7 @@ def find_blocks(location: str | Path, cache: Path = CACHE) -> Blocks:
         ValueError: if files cannot be read, have no rows, or differ in their columns.
     """
     files = find_files(location)
-    made_of = repr((_VERSION, files.root, files.names, files.versions))
+    made_of = repr((_VERSION, files.fs.protocol, files.root, files.names, files.versions))
     kept = cache.expanduser() / f"{hashlib.sha256(made_of.encode()).hexdigest()[:32]}.npz"
     blocks = _read_list(files, kept)
     if blocks is None:

@@ -1,6 +1,7 @@
 """Files of a data set that is spread over several, on disk or behind a URL."""
 
 import re
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,20 +51,32 @@ class ShardFiles:
         return self.path_of(file) if self.is_local else self.fs.unstrip_protocol(self.path_of(file))
 
     def splits(self) -> list[str | None]:
-        """Return ``train``, ``val`` or ``test`` for each file whose path has this word, None for others.
+        """Return ``train``, ``val`` or ``test`` for each file whose path has this word, else None.
 
         Words end where something else than letters stands, so that ``data/train-00000-of-00008`` and ``my_train.jsonl``
         have the word, and ``latest`` has not. Nothing is said if no file is for training.
 
         Raises:
-            ValueError: if some files say it and others do not.
+            ValueError: if some files say it and others do not, or a path has the words of two.
         """
-        said = []
+        said: list[str | None] = []
         for name in self.names:
-            words = [
+            words = {
                 _SPLITS[word] for word in re.findall(r"[a-z]+", name.rpartition(".")[0].lower()) if word in _SPLITS
-            ]
-            said.append(words[0] if words else None)
+            }
+            if len(words) > 1:
+                raise ValueError(
+                    f"the path {cut(name, 100)} in {self.root} has words for {' and '.join(sorted(words))}, and would "
+                    "be for one of them; rename the file or its folder"
+                )
+            said.append(min(words, default=None))
+        if any(said) and "train" not in said:
+            named = listed([name for name, split in zip(self.names, said, strict=True) if split], 3)
+            warnings.warn(
+                f"the names of {named} in {self.root} are not taken to say what they are for, as no file has the word "
+                "train: all of them are split by shares",
+                stacklevel=2,
+            )
         if "train" not in said:
             return [None] * len(said)
         if silent := [name for name, split in zip(self.names, said, strict=True) if split is None]:
@@ -158,4 +171,6 @@ def _files_below(fs: fsspec.AbstractFileSystem, path: str) -> dict[str, dict[str
 
 
 def _version(info: dict[str, Any]) -> str:
-    return repr([info.get(key) for key in ("size", "mtime", "ETag", "etag", "LastModified", "updated", "generation")])
+    return repr(
+        [info.get(key) for key in ("size", "mtime", "ETag", "etag", "LastModified", "updated", "generation", "blob_id")]
+    )

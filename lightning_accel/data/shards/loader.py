@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,6 +27,17 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
+class ShardLoader(ResumableLoader):
+    """Load batches of :class:`ShardBatches`, whose threads end with an iteration, wherever it ends."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        try:
+            yield from super().__iter__()
+        finally:
+            if isinstance(self.dataset, ShardBatches):
+                self.dataset.close()
+
+
 def shard_loader(
     location: str | Path,
     batch_size: int,
@@ -39,7 +50,7 @@ def shard_loader(
     cache_dir: str | Path = CACHE,
     num_workers: int = 0,
     pin_memory: bool = False,
-) -> ResumableLoader:
+) -> ShardLoader:
     """Make a loader of files that are larger than memory, for the Trainer on any number of processes, or your own loop.
 
     Files are Parquet (``.parquet``), JSON lines (``.jsonl``, ``.ndjson``) or, on a local disk, Arrow (``.arrow``,
@@ -101,7 +112,7 @@ def loader_of_blocks(
     sampler_options: dict[str, Any],
     num_workers: int = 0,
     pin_memory: bool = False,
-) -> ResumableLoader:
+) -> ShardLoader:
     """Return a loader of the batches of a sampler with ``sampler_options``, see :class:`ShardSampler`.
 
     Raises:
@@ -122,7 +133,7 @@ def loader_of_blocks(
     sampler.digest = digest_of([blocks.digest()], [str(one) for one in (streams, *sorted_in)])
     sampler.require_steps()
     rows = ShardBatches(blocks, options, streams, sampler.seed if shuffle else None, sampler.exact)
-    return ResumableLoader(
+    return ShardLoader(
         rows,
         batch_size=None,
         sampler=sampler,
@@ -144,7 +155,7 @@ def datamodule_loader(
     shards: ShardOptions,
     seed: int,
     split: Split | Literal["predict"],
-) -> ResumableLoader:
+) -> ShardLoader:
     """Return the loader of a datamodule for a split of its blocks, for the processes of its Trainer.
 
     Only rows that train are shuffled; rows to predict are taken once, and others as often as Lightning takes them.

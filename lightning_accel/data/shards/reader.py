@@ -94,7 +94,7 @@ class ShardBatches(Dataset[Any]):
                 "a loader of shards needs its ShardSampler, but found another sampler in its place, as "
                 "Trainer(overfit_batches=...) puts there. Take limit_train_batches"
             )
-        if self._reading is None or self._reading.next_step != step:
+        if self._reading is None or self._reading.next_step != step or self._reading.process != os.getpid():
             self.close()
             self._reading = _Reading(self, step)
         batch = self._reading.take()
@@ -116,6 +116,7 @@ class _Reading:
 
     def __init__(self, batches: ShardBatches, step: Step) -> None:
         self.next_step: Step | None = step
+        self.process = os.getpid()  # in which the thread runs; a fork has none
         self._queue: queue.Queue[_Read] = queue.Queue(maxsize=_QUEUED)
         stopped = threading.Event()
         weakref.finalize(self, stopped.set)

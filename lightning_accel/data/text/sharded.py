@@ -62,7 +62,10 @@ def _map_file(
     path, version = blocks.files.path_of(file), blocks.files.versions[file]
     size = vocabulary_size(tokenizer)
     vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
-    made_of = path, version, field, separator, type(tokenizer).__name__, sorted(vocabulary.items())
+    start = blocks.read(int(np.flatnonzero(blocks.file_of == file)[0]), [field])[field][0].as_py()
+    tokens = tokenizer.encode(start[:4096]) if isinstance(start, str) else []
+    of_tokenizer = type(tokenizer).__name__, sorted(vocabulary.items()), list(getattr(tokens, "ids", tokens))
+    made_of = path, version, field, separator, of_tokenizer
     target = cache / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:32]}.bin"
     dtype = np.uint16 if separator < 1 << 16 else np.uint32
     counted = target.with_suffix(".json")

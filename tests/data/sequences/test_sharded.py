@@ -181,13 +181,20 @@ def test_sorted_steps_are_the_same_on_any_number_of_processes_and_resume(tmp_pat
     assert rest == whole[17:]
 
 
-def test_the_longest_sequences_train_too(tmp_path):
-    """Eleven of 310 are dropped in each epoch, others in each."""
+def test_the_sequences_that_are_dropped_are_not_the_longest(tmp_path):
+    """Eleven of them are dropped in each epoch, others in each; lengths are uniform up to 39."""
     data = data_of(folder_of(tmp_path / "rows", rows_of(410)))
     train = data._sequences.splits["train"].num_rows
     assert train % 12 == 11
-    seen = {row for epoch in range(6) for batch in lengths_of(data, 1, 0, epoch=epoch)[0] for row in batch if row[1]}
-    assert len(seen) > train - 10  # the others are empty, or dropped each time
+    blocks = data._sequences.splits["train"]
+    values = [row for block in range(len(blocks)) for row in blocks.read(block, ["values"])["values"].to_pylist()]
+    lengths = {round(row[0][0]): len(row) for row in values if row}
+    dropped = []
+    for epoch in range(8):
+        taken = {number for batch in lengths_of(data, 1, 0, epoch=epoch)[0] for number, length in batch if length}
+        dropped += [length for number, length in lengths.items() if number not in taken]
+    assert len(dropped) > 70
+    assert 16 < np.mean(dropped) < 24
 
 
 def test_another_batch_size_is_refused_on_resuming(tmp_path):

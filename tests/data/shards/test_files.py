@@ -267,6 +267,16 @@ def test_names_of_files_say_what_they_are_for(tmp_path, names):
     assert found == {split: {name} for split, name in zip(("train", "val", "test"), names, strict=True)}
 
 
+def test_words_that_say_two_things_are_refused_and_those_without_training_told(tmp_path):
+    with pytest.raises(ValueError, match=r"the path crash_test/train_1.parquet in .* has words for test and train"):
+        named(tmp_path / "two", ("crash_test/train_1.parquet", "train_2.parquet"))
+    with pytest.warns(
+        UserWarning, match=r"the names of test_1.parquet, val_1.parquet in .* no file has the word train"
+    ):
+        found, _ = named(tmp_path / "none", ("test_1.parquet", "val_1.parquet"))
+    assert found["train"] == {"test_1.parquet", "val_1.parquet"}
+
+
 def test_blocks_of_all_parts_of_sorted_files_validate_and_test(tmp_path):
     found, splits = named(tmp_path, ("a.parquet", "b.parquet", "c.parquet", "d.parquet"))
     assert [len(splits[split]) for split in ("train", "val", "test")] == [16, 8, 8]

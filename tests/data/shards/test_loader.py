@@ -1,6 +1,7 @@
 """Loaders of shards: every row once, on any number of processes, also where a run resumes."""
 
 import gc
+import os
 import threading
 import time
 
@@ -183,6 +184,44 @@ def test_loading_ends_with_its_loader(numbered):
         time.sleep(0.05)
     else:
         pytest.fail("the thread still runs")
+
+
+def test_an_iteration_that_is_broken_off_leaves_no_thread(numbered):
+    loader = loader_of(numbered, batch_size=1)
+    for _ in loader:
+        break
+    for _ in range(100):
+        if not any(thread.name == "shards" for thread in threading.enumerate()):
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("the thread still runs")
+
+
+def test_a_position_is_kept_until_the_number_of_processes_is_known(numbered):
+    _, state = taken(numbered, 1, 10, steps=8)
+    loader = shard_loader(numbered, 5, rows_of, cache_dir=numbered / "cache")
+    loader.load_state_dict(state)
+    loader.sampler.deal_to(2, 1)
+    assert len([*loader]) == 131 // 10
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_fork_reads_on(numbered):
+    loader = loader_of(numbered)
+    batches = iter(loader)
+    first = [next(batches).tolist() for _ in range(3)]
+    child = os.fork()
+    if not child:
+        os._exit(len([*batches]) - 39)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert first + [batch.tolist() for batch in batches] == [batch.tolist() for batch in loader_of(numbered)]
+
+
+def test_a_checkpoint_of_the_last_step_begins_the_next_epoch(numbered, tmp_path):
+    whole = fit(numbered, tmp_path, 10, step=21)
+    assert fit(numbered, tmp_path, 10, step=1, ckpt_path=tmp_path / "21.ckpt").rows == whole.rows[21:]
 
 
 def test_an_epoch_leaves_nothing_in_memory(numbered):

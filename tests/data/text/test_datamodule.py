@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_accel import TextDataModule
+from lightning_accel.callbacks import ExactResume
 from lightning_accel.data.samplers import ResumableLoader, ResumableSampler
 from lightning_accel.data.text.tokens import ByteTokenizer, TokenStream, map_file, vocabulary_size
 
@@ -322,13 +323,13 @@ class Recorder(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-def run(folder, module, ckpt_path=None, kept="kept", **kwargs):
+def run(folder, module, ckpt_path=None, kept="kept", callbacks=(), **kwargs):
     keeper = ModelCheckpoint(dirpath=folder / kept, every_n_train_steps=3, save_top_k=-1, filename="{step}")
     trainer = L.Trainer(
         max_epochs=2,
         accelerator="cpu",
         logger=False,
-        callbacks=[keeper],
+        callbacks=[keeper, *callbacks],
         enable_progress_bar=False,
         enable_model_summary=False,
         limit_val_batches=0,
@@ -373,9 +374,11 @@ def test_an_epoch_that_is_resumed_twice_takes_each_window_once(tmp_path, sizes):
 def test_after_the_last_step_of_an_epoch_the_next_one_is_whole(tmp_path, step, size):
     """Of twelve steps of 22 of 268 windows; after nine, 70 windows are left, which do not fill a step of 100."""
     (tmp_path / "numbers.txt").write_text("".join(f"{number:07d} " for number in range(300)))
-    run(tmp_path, Recorder(), kept="first", batch_size=22, context_length=7)
+    resume = [ExactResume()] if step == 9 else []
+    run(tmp_path, Recorder(), kept="first", callbacks=resume, batch_size=22, context_length=7)
     ckpt_path = tmp_path / "first" / f"step={step}.ckpt"
-    module = run(tmp_path, Recorder(), ckpt_path, "then", batch_size=size, context_length=7)
+    resume = [ExactResume()] if step == 9 else []
+    module = run(tmp_path, Recorder(), ckpt_path, "then", resume, batch_size=size, context_length=7)
     windows = [tuple(window) for batch in module.batches for window in batch]
     assert len(windows) == len({*windows}) == 268 // size * size
 
