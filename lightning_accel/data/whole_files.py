@@ -1,9 +1,12 @@
 """Files that are there whole or not at all."""
 
+import hashlib
+import json
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -22,3 +25,13 @@ def whole_file(path: Path) -> Iterator[Path]:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def kept_json(folder: str | Path, made_of: object, make: Callable[[], Any]) -> Any:
+    """Return what ``make`` returns, as JSON holds it, from a file in ``folder`` if it was made of the same before."""
+    digest = hashlib.sha256(repr(made_of).encode()).hexdigest()[:32]
+    kept = Path(folder).expanduser() / f"{digest}.json"
+    if not kept.exists():
+        with whole_file(kept) as partial:
+            partial.write_text(json.dumps(make()))
+    return json.loads(kept.read_text())

@@ -5,8 +5,6 @@ Shapes: B graphs of a table, N nodes, M edges, F and D features of nodes and edg
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -35,7 +33,7 @@ from lightning_accel.data.tables.columns import (
     texts_of_column,
 )
 from lightning_accel.data.tables.files import LARGEST
-from lightning_accel.data.whole_files import whole_file
+from lightning_accel.data.whole_files import kept_json
 from lightning_accel.ops.extras import import_on_use
 
 if TYPE_CHECKING:
@@ -99,11 +97,8 @@ class ShardedGraphs:
         splits = split_blocks(blocks, shares, seed, location)
         target = layout.level, layout.target_kind, layout.columns
         made_of = blocks.digest(), blocks.files.versions, target, splits["train"].tolist()
-        kept = self._cache / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:32]}.json"
-        if not kept.exists():
-            with whole_file(kept) as partial_file:
-                partial_file.write_text(json.dumps(asdict(_collect(blocks, splits["train"], layout))))
-        self.statistics = GraphStatistics(**json.loads(kept.read_text()))
+        found = kept_json(self._cache, made_of, lambda: asdict(_collect(blocks, splits["train"], layout)))
+        self.statistics = GraphStatistics(**found)
         self.splits: dict[Split, Blocks] = {split: blocks.select(chosen) for split, chosen in splits.items()}
         self.digest = blocks.digest()
 

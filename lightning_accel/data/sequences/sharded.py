@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -31,7 +29,7 @@ from lightning_accel.data.tables.columns import (
     texts_of_column,
 )
 from lightning_accel.data.tables.files import LARGEST
-from lightning_accel.data.whole_files import whole_file
+from lightning_accel.data.whole_files import kept_json
 from lightning_accel.ops.extras import import_on_use
 
 if TYPE_CHECKING:
@@ -99,12 +97,8 @@ class ShardedSequences:
         splits = split_blocks(blocks, shares, seed, location)
         target = layout.target_kind, layout.target
         made_of = blocks.digest(), blocks.files.versions, column, target, splits["train"].tolist()
-        kept = self._cache / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:32]}.json"
-        if not kept.exists():
-            found = _collect(blocks, splits["train"], column, layout)
-            with whole_file(kept) as partial_file:
-                partial_file.write_text(json.dumps(asdict(found)))
-        self.statistics = SequenceStatistics(**json.loads(kept.read_text()))
+        found = kept_json(self._cache, made_of, lambda: asdict(_collect(blocks, splits["train"], column, layout)))
+        self.statistics = SequenceStatistics(**found)
         self.splits: dict[Split, Blocks] = {split: blocks.select(chosen) for split, chosen in splits.items()}
         self.digest = blocks.digest()
 

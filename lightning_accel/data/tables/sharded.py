@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +19,7 @@ from lightning_accel.data.shards.reader import ReadOptions
 from lightning_accel.data.shards.splits import Split, split_blocks
 from lightning_accel.data.tables.columns import codes_of_column, numbers_of_column
 from lightning_accel.data.tables.statistics import MISSING, holds_numbers_in, table_statistics
-from lightning_accel.data.whole_files import whole_file
+from lightning_accel.data.whole_files import kept_json
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -63,12 +61,12 @@ class ShardedTable:
             raise ValueError(f"{location} has no column left for features beside {shown(target)} and those excluded")
         splits = split_blocks(blocks, shares, seed, location)
         made_of = blocks.digest(), blocks.files.versions, features, [*categorical], target, splits["train"].tolist()
-        kept = Path(options.cache_dir).expanduser() / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:32]}.json"
-        if not kept.exists():
+
+        def collect() -> list[Any]:
             statistics = table_statistics(blocks, splits["train"], features, categorical, target)
-            with whole_file(kept) as partial:
-                partial.write_text(json.dumps([statistics.classes, statistics.encoding()]))
-        self.class_names, encoding = json.loads(kept.read_text())
+            return [statistics.classes, statistics.encoding()]
+
+        self.class_names, encoding = kept_json(options.cache_dir, made_of, collect)
         self.encoder = RawColumns(**encoding)
         self.splits: dict[Split, Blocks] = {split: blocks.select(chosen) for split, chosen in splits.items()}
         self.feature_names = self.encoder.feature_names

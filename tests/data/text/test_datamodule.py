@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_accel import TextDataModule
 from lightning_accel.callbacks import ExactResume
-from lightning_accel.data.samplers import ResumableLoader, ResumableSampler
+from lightning_accel.data.samplers import ResumableLoader, ResumableSampler, RowPosition
 from lightning_accel.data.text.tokens import ByteTokenizer, TokenStream, map_file, vocabulary_size
 
 CONTEXT = 4
@@ -295,6 +295,13 @@ def test_a_position_is_that_of_its_epoch_alone():
     whole = list(sampler)
     sampler.resume_at(5, 24)
     assert list(sampler) == whole
+
+
+def test_the_last_step_of_a_resumed_epoch_has_the_number_that_it_has_in_a_whole_one():
+    position = RowPosition(268, size=20)
+    position.load({"epoch": 1, "rows": 30, "batches": 3, "size": 10})
+    assert position.first_batch(1) == 13 - 238 // 20 == 2
+    assert position.state_after(1, 5) == {"epoch": 1, "rows": 90, "batches": 5, "size": 20}
 
 
 def test_a_loader_tells_the_rows_of_all_processes():
