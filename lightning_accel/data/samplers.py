@@ -128,7 +128,7 @@ class RowPosition:
         if not first and batches > self.steps > 0:
             batches %= self.steps  # a CombinedLoader may cycle a loader several times per epoch
         rows = rows + (batches - first) * self.size if batches >= first else batches * self.size
-        if rows and not (self.num_rows - rows) // self.size:
+        if rows and not (self.num_rows - rows) // self.size:  # over, though smaller steps may fit into what is left
             epoch, rows, batches = epoch + 1, 0, 0
         return {"epoch": epoch, "rows": rows, "batches": batches, "size": self.size}
 

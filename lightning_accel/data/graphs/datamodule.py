@@ -138,7 +138,7 @@ class GraphDataModule(L.LightningDataModule):
     target_std: list[float] | None
     feature_names: list[str] | None
     relation_names: list[str] | None
-    predict_ids: list[str]
+    _predict_ids: list[str] | None = None
 
     @renamed_arguments(
         batch_size="global_batch_size",
@@ -230,6 +230,17 @@ class GraphDataModule(L.LightningDataModule):
         self.seed = seed
         self.num_workers = num_workers
 
+    @property
+    def predict_ids(self) -> list[str]:
+        """Return the names of what is predicted, in order; those of a folder are read when they are first asked for."""
+        if self._predict_ids is None:
+            self._predict_ids = self._graphs.ids(self._predicted)
+        return self._predict_ids
+
+    @predict_ids.setter
+    def predict_ids(self, names: list[str]) -> None:
+        self._predict_ids = names
+
     def prepare_data(self) -> None:
         """List the blocks of a folder and collect its statistics, in one process per machine."""
         if self.is_sharded:
@@ -280,7 +291,6 @@ class GraphDataModule(L.LightningDataModule):
         assert layout.level is not None
         assert layout.target_kind is not None
         self._predicted = found.splits["test"] if self.predict_path is None else found.to_predict(self.predict_path)
-        self.predict_ids = found.ids(self._predicted)
         self.target_kind = layout.target_kind
         self.num_features, self.edge_dim = statistics.num_features, statistics.edge_dim
         self.num_relations = statistics.num_relations

@@ -99,7 +99,7 @@ class SequenceDataModule(L.LightningDataModule):
     feature_std: list[float] | None
     target_mean: list[float] | None
     target_std: list[float] | None
-    predict_ids: list[str]
+    _predict_ids: list[str] | None = None
 
     @renamed_arguments(
         batch_size="global_batch_size",
@@ -172,6 +172,17 @@ class SequenceDataModule(L.LightningDataModule):
                 "Give path, or leave them out"
             )
 
+    @property
+    def predict_ids(self) -> list[str]:
+        """Return the names of what is predicted, in order; those of a folder are read when they are first asked for."""
+        if self._predict_ids is None:
+            self._predict_ids = self._sequences.ids(self._predicted)
+        return self._predict_ids
+
+    @predict_ids.setter
+    def predict_ids(self, names: list[str]) -> None:
+        self._predict_ids = names
+
     def prepare_data(self) -> None:
         """List the blocks of a folder and collect its statistics, in one process per machine."""
         if self.is_sharded:
@@ -209,7 +220,6 @@ class SequenceDataModule(L.LightningDataModule):
         found = self._sharded_sequences()
         statistics = found.statistics
         self._predicted = found.splits["test"] if self.predict_path is None else found.to_predict(self.predict_path)
-        self.predict_ids = found.ids(self._predicted)
         self.vocab_size, self.feature_names = statistics.vocab_size, found.feature_names
         self.num_features = None if statistics.mean is None else len(statistics.mean)
         self.feature_mean, self.feature_std = statistics.mean, statistics.std

@@ -302,6 +302,7 @@ def test_the_last_step_of_a_resumed_epoch_has_the_number_that_it_has_in_a_whole_
     position.load({"epoch": 1, "rows": 30, "batches": 3, "size": 10})
     assert position.first_batch(1) == 13 - 238 // 20 == 2
     assert position.state_after(1, 5) == {"epoch": 1, "rows": 90, "batches": 5, "size": 20}
+    assert position.state_after(1, 13) == {"epoch": 2, "rows": 0, "batches": 0, "size": 20}
 
 
 def test_a_loader_tells_the_rows_of_all_processes():
