@@ -152,6 +152,13 @@ def test_what_cannot_be_predicted_is_refused_before_training(tmp_path, flowers):
         data_of(folder, predict_path=new).setup()
 
 
+def test_whole_numbers_are_categories_without_a_point_where_some_are_missing(tmp_path, flowers):
+    data = data_of(folder_of(tmp_path / "rows", flowers), categorical=["width"])
+    data.setup()
+    found = [name for name in data.feature_names if name.startswith("width=")]
+    assert found == ["width=0", *(f"width={number}" for number in range(1, 9)), "width=<missing>"]
+
+
 def test_the_index_of_pandas_is_no_feature(tmp_path, flowers):
     folder = folder_of(tmp_path / "rows", pa.Table.from_pandas(flowers.to_pandas().sample(frac=1).set_index("half")))
     data = data_of(folder)
