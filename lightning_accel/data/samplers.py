@@ -46,7 +46,14 @@ class ResumableSampler(DistributedSampler[Any]):
     def __init__(self, dataset: Dataset[Any], batch_size: int, num_replicas: int, rank: int, seed: int) -> None:
         super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=True, seed=seed, drop_last=True)
         self.batch_size = batch_size
-        self.position = RowPosition(len(dataset), batch_size * num_replicas)  # type: ignore[arg-type]  # its length is known
+        self._position: RowPosition | None = None
+
+    @property
+    def position(self) -> "RowPosition":
+        size = self.batch_size * self.num_replicas  # callbacks change the batch size
+        if self._position is None or self._position.size != size:
+            self._position = RowPosition(len(self.dataset), size)  # type: ignore[arg-type]  # its length is known
+        return self._position
 
     def resume_at(self, epoch: int, rows: int) -> None:
         """Skip the first ``rows`` items, counted over all processes, when ``epoch`` is iterated."""
