@@ -409,12 +409,16 @@ def has_vnni() -> bool:
 
 
 def onednn_has_autocast_dtype() -> bool:
-    """Return whether oneDNN runs LSTMs in the dtype of CPU autocast here; else torch still asks it and fails."""
+    """Return whether oneDNN runs LSTMs in the dtype of CPU autocast here; else torch still asks it and fails.
+
+    In float16 it runs them without gradients alone, also on CPUs with float16 products.
+    """
     supports = {
         torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
         torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
     }
-    return bool(supports[torch.get_autocast_dtype("cpu")]())
+    dtype = torch.get_autocast_dtype("cpu")
+    return bool(supports[dtype]()) and not (dtype == torch.float16 and torch.is_grad_enabled())
 
 
 def onednn_multiplies_float32() -> bool:
