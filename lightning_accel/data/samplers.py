@@ -46,14 +46,11 @@ class ResumableSampler(DistributedSampler[Any]):
     def __init__(self, dataset: Dataset[Any], batch_size: int, num_replicas: int, rank: int, seed: int) -> None:
         super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=True, seed=seed, drop_last=True)
         self.batch_size = batch_size
-        self._position: RowPosition | None = None
+        self._position = RowPosition(len(dataset), batch_size * num_replicas)  # type: ignore[arg-type]  # its length is known
 
     @property
     def position(self) -> "RowPosition":
-        size = self.batch_size * self.num_replicas  # callbacks change the batch size
-        if self._position is None or self._position.size != size:
-            self._position = RowPosition(len(self.dataset), size)  # type: ignore[arg-type]  # its length is known
-        return self._position
+        return self._position.resized(self.batch_size * self.num_replicas)  # callbacks change the batch size
 
     def resume_at(self, epoch: int, rows: int) -> None:
         """Skip the first ``rows`` items, counted over all processes, when ``epoch`` is iterated."""
@@ -96,8 +93,17 @@ class RowPosition:
     def __init__(self, num_rows: int, size: int) -> None:
         self.num_rows = num_rows
         self.size = size
-        self._resumed: tuple[int, int, int] | None = None  # epoch, rows and batches of a loaded state
-        self._begun: int | None = None  # that epoch, once it was iterated
+        self._loaded: dict[str, Any] | None = None  # until the first iteration after it
+        self._resumed: tuple[int, int, int] | None = None  # epoch, rows and batches of it
+        self._begun: int | None = None  # the last epoch that was iterated since
+
+    def resized(self, size: int) -> "RowPosition":
+        """Return the position, in steps of another size if the batch size or the number of processes has changed."""
+        if size != self.size:
+            self.size, self._resumed = size, None
+            if self._loaded is not None:
+                self.load(self._loaded)
+        return self
 
     @property
     def steps(self) -> int:
@@ -112,7 +118,7 @@ class RowPosition:
             self._resumed = epoch, rows, state["batches"]
         else:
             self._resumed = epoch, rows, self.steps - left
-        self._begun = None
+        self._loaded, self._begun = state, None
 
     @property
     def epoch(self) -> int:
@@ -127,7 +133,7 @@ class RowPosition:
     def start(self, epoch: int) -> int:
         """Return how many rows an iteration of ``epoch`` skips, which begins."""
         resumed, begun = self._resumed, self._begun
-        self._begun = epoch
+        self._loaded, self._begun = None, epoch
         return 0 if resumed is None or resumed[0] != epoch or begun == epoch else resumed[1]
 
     def state_after(self, epoch: int, batches: int) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def shard_loader(
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ModuleNotFoundError: if the package of the URL's protocol is not installed.
+        ImportError: if the package of the URL's protocol is not installed.
         ValueError: if a number is out of range, or files cannot be read, are of several kinds, lack a column or have
             fewer rows than a batch.
     """
@@ -122,6 +122,7 @@ def loader_of_blocks(
     sampler = ShardSampler(blocks.num_rows, batch_size, "", **sampler_options)
     nbytes = np.maximum(blocks.nbytes, blocks.rows * options.row_bytes)
     streams = choose_streams(blocks.rows, nbytes, shuffle_bytes) if shuffle else None
+    # the last condition: memory limits them, not the number of blocks
     if streams is not None and streams < min(_FEW, len(blocks)) and streams * 2 * nbytes.max() > shuffle_bytes // 2:
         warnings.warn(
             f"rows of {blocks.files.root} are mixed among {streams} blocks at a time, since these have up to "

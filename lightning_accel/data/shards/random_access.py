@@ -31,14 +31,14 @@ class ShardDataset(Dataset[dict[str, Any]]):
     in :func:`lightning_accel.data.length_batch_loader`. Rows are dicts of numbers, texts and lists.
 
     Uncompressed Arrow files (``.arrow``, ``.feather``, and those of the package datasets) are memory-mapped, so that a
-    row costs microseconds. For a row of a Parquet or JSON lines file its block is read, of which the last 16 are kept:
-    read these in order, or by :func:`lightning_accel.data.shard_loader`. Files are converted in one line::
+    row costs tens of microseconds. For a row of a Parquet or JSON lines file its block is read, of which the last 16 are
+    kept: read these in order, or by :func:`lightning_accel.data.shard_loader`. Files are converted in one line::
 
         pyarrow.dataset.write_dataset(pyarrow.dataset.dataset("rows"), "rows_arrow", format="arrow")
 
     Args:
         location: folder, pattern or URL.
-        columns: columns to read; by default all.
+        columns: columns to read; by default all but those that pandas wrote as an index.
         cache_dir: folder where the list of the blocks is kept, so that it is made once.
 
     Raises:
@@ -75,12 +75,12 @@ class ShardDataset(Dataset[dict[str, Any]]):
         rows = np.asarray(indices, np.int64)
         if wrong := rows[(rows < -len(self)) | (rows >= len(self))].tolist():
             raise IndexError(f"there are {len(self)} rows; got the number {wrong[0]}")
+        if not len(rows):
+            return self.blocks.schema.empty_table().select(self.columns)
         rows = rows % len(self)
         order = np.argsort(rows, kind="stable")
         blocks = np.searchsorted(self._ends, rows[order], side="right")
         within = rows[order] - (self._ends - self.blocks.rows)[blocks]
-        if not len(rows):
-            return self.blocks.schema.empty_table().select(self.columns)
         parts = [self._block(block).take(pa.array(within[blocks == block])) for block in np.unique(blocks).tolist()]
         found = pa.concat_tables(parts).combine_chunks()
         return found.take(pa.array(np.argsort(order)))

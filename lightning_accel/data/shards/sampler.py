@@ -58,8 +58,7 @@ class ShardSampler(DistributedSampler[Any]):
         self.digest = digest
         self.exact = exact
         self._fixed = None if num_replicas is None else (num_replicas, rank or 0)
-        self._position: RowPosition | None = None
-        self._loaded: dict[str, Any] | None = None
+        self._position = RowPosition(num_rows, batch_size)
 
     @property
     def dealt_to(self) -> tuple[int, int]:
@@ -75,17 +74,12 @@ class ShardSampler(DistributedSampler[Any]):
     def for_one_process(self) -> "ShardSampler":
         """Return a sampler of the same rows for a single process, from the first row on."""
         alone = copy.copy(self)
-        alone._fixed, alone._position, alone._loaded = (1, 0), None, None
+        alone._fixed, alone._position = (1, 0), RowPosition(self.num_rows, self.batch_size)
         return alone
 
     @property
     def position(self) -> RowPosition:
-        size = self.batch_size * self.dealt_to[0]
-        if self._position is None or self._position.size != size:
-            self._position = RowPosition(self.num_rows, size)
-            if self._loaded is not None:  # before the number of processes was known
-                self._position.load(self._loaded)
-        return self._position
+        return self._position.resized(self.batch_size * self.dealt_to[0])  # which may be known after a state is loaded
 
     @property
     def first_batch(self) -> int:
@@ -108,7 +102,6 @@ class ShardSampler(DistributedSampler[Any]):
                     "files, of their blocks and rows, and of what is mixed (shuffle_bytes, and global_batch_size of "
                     "sequences). Give those of its run, or begin a new one without ckpt_path"
                 )
-        self._loaded = state_dict
         self.position.load(state_dict)
 
     def __len__(self) -> int:
@@ -130,7 +123,6 @@ class ShardSampler(DistributedSampler[Any]):
         replicas, rank = self.dealt_to
         size = self.batch_size * replicas
         start = self.position.start(self.epoch) if self.shuffle else 0
-        self._loaded = None
         steps = (self.num_rows - start) // size if self.shuffle else len(self)
         if self.shuffle and not start:
             self.require_steps()

@@ -19,9 +19,8 @@ def split_blocks(
     """Return the numbers of the blocks that train, validate and test.
 
     Files whose path or name has the word ``train``, ``val`` (or ``valid``, ``validation``, ``dev``) or ``test`` are for
-    what they say. Otherwise, and where validation or test
-    have none, whole blocks are taken of those that train, ``shares`` of them, evenly spread over the order of the
-    files, so that each part of sorted files is among them.
+    what they say. Otherwise, and where validation or test have none, whole blocks are taken of those that train,
+    ``shares`` of them, evenly spread over the order of the files, so that each part of sorted files is among them.
 
     Raises:
         ValueError: if only some files say what they are for, or blocks are too few.

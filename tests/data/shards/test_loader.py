@@ -97,6 +97,16 @@ def test_exact_steps_repeat_no_row():
     assert positions_of(Step(0, 0, 2, 3, 2), exact=False).tolist() == [0]
 
 
+def comes_true(claim):
+    """Return whether a claim on threads, which end a little later, holds within five seconds."""
+    for _ in range(100):
+        gc.collect()
+        if claim():
+            return True
+        time.sleep(0.05)
+    return False
+
+
 class Recorder(L.LightningModule):
     def __init__(self):
         super().__init__()
@@ -178,24 +188,14 @@ def test_loading_ends_with_its_loader(numbered):
     assert any(thread.name == "shards" for thread in threading.enumerate())
     del loader
     gc.collect()
-    for _ in range(100):
-        if not any(thread.name == "shards" for thread in threading.enumerate()):
-            break
-        time.sleep(0.05)
-    else:
-        pytest.fail("the thread still runs")
+    assert comes_true(lambda: not any(thread.name == "shards" for thread in threading.enumerate()))
 
 
 def test_an_iteration_that_is_broken_off_leaves_no_thread(numbered):
     loader = loader_of(numbered, batch_size=1)
     for _ in loader:
         break
-    for _ in range(100):
-        if not any(thread.name == "shards" for thread in threading.enumerate()):
-            break
-        time.sleep(0.05)
-    else:
-        pytest.fail("the thread still runs")
+    assert comes_true(lambda: not any(thread.name == "shards" for thread in threading.enumerate()))
 
 
 def test_a_position_is_kept_until_the_number_of_processes_is_known(numbered):
@@ -231,13 +231,7 @@ def test_an_epoch_leaves_nothing_in_memory(numbered):
         assert sum(map(len, loader)) == 210
         next(iter(loader))
     loader.dataset.close()
-    for _ in range(100):
-        gc.collect()
-        if not any(isinstance(found, _Reader) for found in gc.get_objects()):
-            break
-        time.sleep(0.05)
-    else:
-        pytest.fail("a reader, with its open blocks, is still there")
+    assert comes_true(lambda: not any(isinstance(found, _Reader) for found in gc.get_objects()))  # with open blocks
 
 
 def test_few_batches_are_made_ahead(numbered):
