@@ -31,8 +31,8 @@ class ShardDataset(Dataset[dict[str, Any]]):
     in :func:`lightning_accel.data.length_batch_loader`. Rows are dicts of numbers, texts and lists.
 
     Uncompressed Arrow files (``.arrow``, ``.feather``, and those of the package datasets) are memory-mapped, so that a
-    row costs tens of microseconds. For a row of a Parquet or JSON lines file its block is read, of which the last 16 are
-    kept: read these in order, or by :func:`lightning_accel.data.shard_loader`. Files are converted in one line::
+    row costs tens of microseconds. For a row of a Parquet or JSON lines file its block is read, of which the last 16
+    are kept: read these in order, or by :func:`lightning_accel.data.shard_loader`. Files are converted in one line::
 
         pyarrow.dataset.write_dataset(pyarrow.dataset.dataset("rows"), "rows_arrow", format="arrow")
 
