@@ -253,6 +253,7 @@ def test_functions_that_are_no_run():
         plan(with_own_devices, "2xL4-24GB", machines=2)
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path, capsys):
     overlay, facts = tmp_path / "plan.yaml", tmp_path / "plan.json"
     status = main(["plan", *CONFIG, "--gpus", "2xA100-40GB", "--output", str(overlay), "--json", str(facts)])

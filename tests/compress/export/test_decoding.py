@@ -62,20 +62,9 @@ def written(tmp_path_factory):
     return write
 
 
-@pytest.mark.parametrize(
-    ("name", "format"),
-    [
-        ("ours", "pt2"),
-        pytest.param("gpt2", "pt2", marks=SLOW),
-        pytest.param("gpt2", "onnx", marks=SLOW),
-        pytest.param("ours", "onnx", marks=SLOW),
-        *(
-            pytest.param(name, format, marks=SLOW)
-            for name in ("llama", "mistral", "qwen3", "olmoe")
-            for format in ("pt2", "onnx")
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["pt2", "onnx"])
+@pytest.mark.parametrize("name", ["ours", "gpt2", "llama", "mistral", "qwen3", "olmoe"])
 def test_files_continue_texts_as_whole_forward_passes_do(name, format, written):
     """Mistral's window of 8 tokens is shorter than the texts, and Llama's heads share keys and values."""
     model, path = written(name, format)
