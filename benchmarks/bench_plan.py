@@ -1,6 +1,6 @@
 """How near does a plan come to what a step takes?
 
-python benchmarks/bench_plan.py [--parts ranks scale published] [--quick] [--json FILE]
+python benchmarks/bench_plan.py [--parts ranks scale published gpu] [--quick] [--json FILE]
 
 ranks: three networks with four strategies (and a mixture with its experts distributed) on 2 and 4 processes of this
 machine. Measured is the peak of a rank's resident memory in the third step, above what it holds before its model is
@@ -14,6 +14,9 @@ published: torchtitan's tables of Llama 3.1 8B on H100s (FSDP2, bfloat16 weights
 selective activation checkpointing), https://github.com/pytorch/torchtitan/blob/main/benchmarks/
 llama3_h100_202412_torchtitan.md, of December 2024: 96 GB of HBM2e at 2.4 TB/s, limited to 500 W. Memory there is what
 torch's allocator has reserved.
+
+gpu: larger networks of the same kinds on one GPU of this machine, where it has one: the allocator's peak in the third
+step, and the median seconds of those after it.
 """
 
 import argparse
@@ -22,6 +25,7 @@ import importlib
 import json
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -73,27 +77,38 @@ class OfTransformers(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 
-def llama() -> tuple[L.LightningModule, TensorDataset]:
+def llama(large: bool) -> tuple[L.LightningModule, TensorDataset]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 4096}
-    config = LlamaConfig(**sizes, num_attention_heads=12, num_key_value_heads=4)
-    return OfTransformers(LlamaForCausalLM(config)), TensorDataset(torch.randint(0, 4096, (64, 256)))
+    heads, length = 12, 256
+    if large:  # 1.1 billion weights
+        sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "vocab_size": 32000}
+        heads, length = 32, 2048
+    config = LlamaConfig(**sizes, num_attention_heads=heads, num_key_value_heads=4, max_position_embeddings=length)
+    return OfTransformers(LlamaForCausalLM(config)), TensorDataset(torch.randint(0, 4096, (64, length)))
 
 
-def resnet() -> tuple[L.LightningModule, TensorDataset]:
+def resnet(large: bool) -> tuple[L.LightningModule, TensorDataset]:
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    pictures = torch.randn(64, 3, 160, 160)
+    pictures = torch.randn(512 if large else 64, 3, *[224 if large else 160] * 2)
     model = ResNetForImageClassification(ResNetConfig(num_labels=10))  # ResNet-50
-    return OfTransformers(model), TensorDataset(pictures, torch.randint(0, 10, (64,)))
+    return OfTransformers(model), TensorDataset(pictures, torch.randint(0, 10, (len(pictures),)))
 
 
-def mixture() -> tuple[L.LightningModule, list[Tensor]]:
-    model = MoELanguageModel(vocab_size=4096, dim=512, num_layers=6, num_heads=8, experts={"num_experts": 8})
-    return model, list(torch.randint(0, 4096, (64, 257)))
+def mixture(large: bool) -> tuple[L.LightningModule, list[Tensor]]:
+    sizes = {"dim": 1024, "num_layers": 12} if large else {"dim": 512, "num_layers": 6}
+    model = MoELanguageModel(vocab_size=4096, **sizes, num_heads=8, experts={"num_experts": 8})
+    return model, list(torch.randint(0, 4096, (128, 1025 if large else 257)))
 
 
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 NETWORKS = {"llama": llama, "resnet": resnet, "mixture": mixture}
 
 
@@ -102,10 +117,8 @@ def make(network: str, strategy: str, **options: Any) -> tuple[L.Trainer, L.Ligh
     arguments = STRATEGIES[strategy]
     kind = PipelineStrategy if strategy == "pipeline" else FullyShardedStrategy
     chosen = "ddp" if arguments is None else kind(**arguments)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = L.Trainer(**{**quiet, "enable_model_summary": False, "strategy": chosen, **options})
-    module, data = NETWORKS[network]()
-    return trainer, module, DataLoader(data, batch_size=4)
+    module, data = NETWORKS[network](large=False)
+    return L.Trainer(**{**QUIET, "strategy": chosen, **options}), module, DataLoader(data, batch_size=4)
 
 
 class Collectives(TorchDispatchMode):
@@ -361,9 +374,61 @@ def published(quick: bool) -> list[dict[str, Any]]:
     return rows
 
 
+# ---- one GPU
+
+
+class OnGPU(L.Callback):
+    def __init__(self) -> None:
+        self.peak, self.seconds, self.began = 0, [], 0.0
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        self.began = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        torch.cuda.synchronize()
+        self.seconds.append(time.perf_counter() - self.began)
+        if trainer.global_step == 3:
+            self.peak = torch.cuda.max_memory_allocated()
+
+
+def gpu(quick: bool) -> list[dict[str, Any]]:
+    name = torch.cuda.get_device_name()
+    device = next(one for kind, one in DEVICES.items() if kind.split("-")[0] in name)
+    rows = []
+    for network, batch_size in (("llama", 4), ("resnet", 64), ("mixture", 16)):
+        for precision in ("32-true", "bf16-mixed", "bf16-true"):
+
+            def train(options: dict[str, Any], fit: Any) -> None:
+                torch.manual_seed(0)
+                module, data = NETWORKS[network](large=True)  # noqa: B023
+                trainer = L.Trainer(**{**QUIET, "precision": precision, **options})  # noqa: B023
+                fit(trainer, module, DataLoader(data, batch_size))  # noqa: B023
+
+            measured = OnGPU()
+            options = {"accelerator": "gpu", "devices": 1, "max_steps": 8 if quick else 15, "callbacks": [measured]}
+            train(options, lambda trainer, *of: trainer.fit(*of))
+            gc.collect()
+            torch.cuda.empty_cache()
+            cluster = Cluster(device, 1)
+            with tempfile.TemporaryDirectory() as folder:
+                planned = simulate_step(train, cluster, {}, Path(folder))
+            seconds, expected = statistics.median(measured.seconds[4:]), planned.trace.time_on(cluster).total
+            row = {"network": network, "precision": precision, "measured": measured.peak, "planned": planned.peak}
+            rows.append(row | {"seconds": seconds, "planned_seconds": expected, "device": name})
+            print(
+                f"{name} {network:8} {precision:10}: measured {measured.peak / 2**30:6.2f} GiB, planned "
+                f"{planned.peak / 2**30:6.2f}, {planned.peak / measured.peak:.3f}; step {1e3 * seconds:.1f} ms, planned "
+                f"{1e3 * expected:.1f}, {expected / seconds:.2f}",
+                flush=True,
+            )
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=("ranks", "scale", "published"))
+    parser.add_argument("--parts", nargs="+", choices=("ranks", "scale", "published", "gpu"))
     parser.add_argument("--quick", action="store_true", help="two processes, and fewer than 1,024 GPUs")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--train", nargs=3, help=argparse.SUPPRESS)
@@ -372,8 +437,9 @@ def main() -> None:
     if arguments.train:
         train_rank(arguments.train[0], arguments.train[1], int(arguments.train[2]))
         return
-    parts = {"ranks": ranks, "scale": scale, "published": published}
-    found = {name: parts[name](arguments.quick) for name in arguments.parts or parts}
+    parts = {"ranks": ranks, "scale": scale, "published": published, "gpu": gpu}
+    chosen = arguments.parts or [name for name in parts if name != "gpu" or torch.cuda.is_available()]
+    found = {name: parts[name](arguments.quick) for name in chosen}
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -169,6 +169,7 @@ def main() -> None:
     parser.add_argument("--granularity", type=int, default=1, help="experts of a copy; as k, a token costs no more")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--rates", type=float, nargs="+", default=[*RATES])
+    parser.add_argument("--start-rate", type=float, help="of the dense model before; the last of the rates without it")
     parser.add_argument("--precision", default="32-true", help="that of the Trainer")
     parser.add_argument("--json", type=Path, help="file for the rows")
     arguments = parser.parse_args()
@@ -193,7 +194,7 @@ def main() -> None:
         )  # fmt: skip
         start_steps = arguments.start_steps or steps
         seen = Windows(texts["train"], start_steps * arguments.batch, seed, device)
-        took = train(dense, seen, start_steps, rates[-1], arguments, keep_rate=True)
+        took = train(dense, seen, start_steps, arguments.start_rate or rates[-1], arguments, keep_rate=True)
         row = {"seed": seed, "subject": "start", "steps": start_steps, "seconds": took}
         rows.append(row | {"test": bits_per_byte(dense, held_out["test"])})
         print(rows[-1], flush=True)

@@ -72,9 +72,22 @@ def _attention(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         *rest: Any,
         **options: Any,
     ) -> Tensor:
+        if _has_no_fused_attention(query, key):
+            function_in_parts = torch.ops.aten._scaled_dot_product_attention_math
+            return function_in_parts(query, key, value, attn_mask, dropout_p, *rest, **options)[0]
         return function(query, key, value, attn_mask, 0.0, *rest, **options)  # CUDA's draws it again in backward
 
     return attention
+
+
+def _has_no_fused_attention(query: Tensor, key: Tensor) -> bool:
+    """Return whether CUDA computes attention in parts, with weights of all pairs of tokens in memory.
+
+    Its kernels of flash attention and of cuDNN are for two bytes a value, and the one in float32 needs as many heads of
+    keys as of queries.
+    """
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
+    return dtype == torch.float64 or (dtype == torch.float32 and query.shape[:-2] != key.shape[:-2])
 
 
 def _names_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

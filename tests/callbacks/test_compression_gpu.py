@@ -91,11 +91,18 @@ def test_forms_of_the_gpu_are_measured_and_exported(mode, tmp_path):
     expected = quantization.result.run(x)
     limit = 0.1 if "float8" in quantization.result.name else 0.02  # float8 has three binary digits
     assert (found - expected).abs().max() < limit * expected.abs().max()
-    if mode == "dynamic":  # the last layer has three outputs
-        row = rows["int8 torchao dynamic"]
-        assert row.latencies, row.note
-        assert "1 layers in float: net.5" in row.note
+    if mode == "dynamic":
+        assert "cannot run at batch 1" in rows["int8 torchao dynamic"].note
     assert export.report.device.type == "cuda"
+
+
+@pytest.mark.gpu(kernels=True)
+def test_int8_products_of_a_gpu_take_17_rows_and_multiples_of_8():
+    inputs = [((ROWS.tensors[0][:32].cuda(),), {})]
+    quantized = quantize(Plain().net.cuda().eval(), inputs, "dynamic", batch_sizes=[17, 32])
+    row = next(row for row in quantized.report.rows if row.name == "int8 torchao dynamic")
+    assert set(row.latencies) == {17, 32}, row.note
+    assert row.note == "1 layers in float: 5"  # of three outputs
 
 
 def test_training_for_int8_on_a_gpu_gives_the_form_of_a_cpu(tmp_path):

@@ -1,5 +1,6 @@
 """Functions of the CPU that take the ways of CUDA."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -52,6 +53,22 @@ def test_attention_with_dropout_keeps_no_weights():
     assert saved_bytes(attend, query) > 2 * 300 * 300 * 4
     with as_on_cuda(LiveMemory()):
         assert saved_bytes(attend, query) < 2 * 300 * 300
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "is_fused"),
+    [(torch.float32, 2, True), (torch.float32, 4, False), (torch.bfloat16, 4, True), (torch.float64, 2, False)],
+)
+def test_attention_of_grouped_queries_in_float32_and_all_in_float64_keeps_its_weights(dtype, heads, is_fused):
+    query = torch.ones(1, heads, 300, 4, dtype=dtype, requires_grad=True)
+    key = torch.ones(1, 2, 300, 4, dtype=dtype)
+
+    def attend(x):
+        return F.scaled_dot_product_attention(x, key, key, None, 0.0, True, enable_gqa=heads > 2)
+
+    with as_on_cuda(LiveMemory()):
+        assert (saved_bytes(attend, query) < heads * 300 * 300 * dtype.itemsize) == is_fused
+        torch.testing.assert_close(attend(query), torch.ones_like(query))
 
 
 def test_optimizers_take_lists_of_tensors():
