@@ -419,8 +419,8 @@ def gpu(quick: bool) -> list[dict[str, Any]]:
             rows.append(row | {"seconds": seconds, "planned_seconds": expected, "device": name})
             print(
                 f"{name} {network:8} {precision:10}: measured {measured.peak / 2**30:6.2f} GiB, planned "
-                f"{planned.peak / 2**30:6.2f}, {planned.peak / measured.peak:.3f}; step {1e3 * seconds:.1f} ms, planned "
-                f"{1e3 * expected:.1f}, {expected / seconds:.2f}",
+                f"{planned.peak / 2**30:6.2f}, {planned.peak / measured.peak:.3f}; step {1e3 * seconds:.1f} ms, "
+                f"planned {1e3 * expected:.1f}, {expected / seconds:.2f}",
                 flush=True,
             )
     return rows

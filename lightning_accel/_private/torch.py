@@ -58,6 +58,11 @@ def multiply_int8(a: Tensor, b: Tensor) -> Tensor:
     return torch._int_mm(a, b)
 
 
+def attend_in_parts(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Compute ``F.scaled_dot_product_attention`` in products and a softmax, as where no fused kernel fits."""
+    return torch.ops.aten._scaled_dot_product_attention_math(query, key, value, *args, **kwargs)[0]
+
+
 def multiply_by_onednn(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b.t()`` by oneDNN, which torch calls for matrices of other dtypes than float32 alone."""
     return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")

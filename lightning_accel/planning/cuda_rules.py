@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_accel._private.torch import foreach_on_cpu
+from lightning_accel._private.torch import attend_in_parts, foreach_on_cpu
 from lightning_accel.planning.live_memory import HOST, LiveMemory
 
 # Of the functions that autocast computes in float32 on CUDA those whose results or inputs autograd keeps, by where
@@ -73,8 +73,7 @@ def _attention(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         **options: Any,
     ) -> Tensor:
         if _has_no_fused_attention(query, key):
-            function_in_parts = torch.ops.aten._scaled_dot_product_attention_math
-            return function_in_parts(query, key, value, attn_mask, dropout_p, *rest, **options)[0]
+            return attend_in_parts(query, key, value, attn_mask, dropout_p, *rest, **options)
         return function(query, key, value, attn_mask, 0.0, *rest, **options)  # CUDA's draws it again in backward
 
     return attention
