@@ -14,7 +14,6 @@ from lightning_accel.callbacks.memory_savings import MemorySavings
 from lightning_accel.callbacks.monitors.expert_load import ExpertLoadMonitor
 from lightning_accel.callbacks.monitors.rbm import RBMMonitor
 from lightning_accel.callbacks.monitors.run_report import RunReport
-from lightning_accel.callbacks.monitors.stall import StallMonitor
 from lightning_accel.callbacks.prediction_writer import PredictionWriter
 from lightning_accel.callbacks.pruning.callback import Pruning
 from lightning_accel.callbacks.pruning.one_shot import OneShotPruning
@@ -23,6 +22,8 @@ from lightning_accel.callbacks.resume.exact_resume import ExactResume
 from lightning_accel.callbacks.resume.sampler_check import SamplerCheck
 from lightning_accel.callbacks.resume.save_on_signal import SaveOnSignal
 from lightning_accel.callbacks.speedups import Speedups
+from lightning_accel.callbacks.watchdog.callback import StallMonitor as StallMonitor  # the earlier name
+from lightning_accel.callbacks.watchdog.callback import Watchdog
 from lightning_accel.callbacks.weighted_accumulation import WeightedAccumulation
 
 __all__ = [
@@ -47,6 +48,6 @@ __all__ = [
     "SaveOnSignal",
     "SemiStructuredSparsity",
     "Speedups",
-    "StallMonitor",
+    "Watchdog",
     "WeightedAccumulation",
 ]

@@ -14,9 +14,9 @@ from typing import Any, Literal
 import lightning as L
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
-from torchmetrics import Metric
+
+from lightning_accel.callbacks.repeated_step import repeat_training_step, without_traces
 
 Padding = Literal["trimmed", "packed"]
 _MULTIPLE = 8  # of lengths, which units for matrix products work in
@@ -287,18 +287,16 @@ def training_of(module: L.LightningModule, batch: Any, with_gradients: bool = Tr
     """
     was_training = [one for one in module.modules() if one.training]
     parameters = [one for one in module.parameters() if one.requires_grad]
-    step: Callable[..., Any] = type(module).training_step  # without what callbacks have put around it
-    arguments = (batch, 0) if is_param_in_hook_signature(step, "batch_idx", min_args=2) else (batch,)
     with ExitStack() as contexts:
         contexts.enter_context(torch.set_grad_enabled(with_gradients))
         contexts.enter_context(isolate_rng())
-        contexts.enter_context(_without_traces(module))
+        contexts.enter_context(without_traces(module))
         if with_gradients:
             contexts.enter_context(_in_float32(module))
         try:
             module.eval()
             with torch.autocast(module.device.type, enabled=False):
-                output = step(module, *arguments)
+                output = repeat_training_step(module, batch)
         finally:
             for one in was_training:
                 one.training = True
@@ -321,25 +319,6 @@ def _in_float32(module: L.LightningModule) -> Iterator[None]:
     finally:
         for one, dtype in low:
             one.data = one.data.to(dtype)
-
-
-@contextmanager
-def _without_traces(module: L.LightningModule) -> Iterator[None]:
-    """Let the module log nothing, and give its metrics back what they held."""
-    names = [name for name in ("log", "log_dict") if name not in vars(module)]
-    metrics = [(one, dict(vars(one))) for one in module.modules() if isinstance(one, Metric)]
-    try:
-        vars(module).update({name: lambda *args, **kwargs: None for name in names})
-        for metric, _ in metrics:
-            for name, value in metric.metric_state.items():  # which updates add to in place
-                setattr(metric, name, value.clone() if isinstance(value, Tensor) else copy(value))
-        yield
-    finally:
-        for name in names:
-            vars(module).pop(name, None)
-        for metric, held in metrics:
-            vars(metric).clear()
-            vars(metric).update(held)
 
 
 def _deviation(expected: tuple[Tensor, list[Tensor]], found: tuple[Tensor, list[Tensor]]) -> str:

@@ -7,12 +7,13 @@ from typing import Any, TypeVar
 import lightning as L
 import numpy as np
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_accel._private.lightning import averaged_model
 from lightning_accel.ops.names import clean_name
-from lightning_accel.strategies import PipelineStrategy
+from lightning_accel.strategies import FullyShardedStrategy, PipelineStrategy
 
 CallbackT = TypeVar("CallbackT", bound=L.Callback)
 
@@ -58,6 +59,13 @@ def log_figure(trainer: L.Trainer, name: str, figure: Any) -> None:
             add_figure(name, figure, trainer.global_step)
         elif callable(log_image := getattr(logger, "log_image", None)):
             log_image(key=name, images=[np.asarray(figure.canvas.buffer_rgba())], step=trainer.global_step)
+
+
+def has_whole_modules(trainer: L.Trainer) -> bool:
+    """Return whether each process has a whole module, which needs no others in its forward pass."""
+    strategy = trainer.strategy
+    is_split = isinstance(strategy, FullyShardedStrategy | PipelineStrategy)
+    return isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not is_split
 
 
 def require_own_steps(trainer: L.Trainer, pl_module: L.LightningModule, caller: str, by_hand: str) -> None:

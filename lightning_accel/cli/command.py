@@ -31,7 +31,7 @@ import lightning_accel.precision
 import lightning_accel.strategies  # noqa: F401  # registers their short names
 from lightning_accel import data, models
 from lightning_accel._private.lightning import leave_subcommand_empty
-from lightning_accel.callbacks import LowRankAdapters, PredictionWriter, RunReport, StallMonitor
+from lightning_accel.callbacks import LowRankAdapters, PredictionWriter, RunReport, Watchdog
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of
 from lightning_accel.cli.checkpoints import Checkpoint, find_checkpoint, resume_run, write_checkpoints_atomically
 from lightning_accel.cli.checks import MonitorCheck, report_unused_schedule, require_valid_values
@@ -278,8 +278,8 @@ class AccelCLI(LightningCLI):
         if self.subcommand == "fit":
             callbacks.append(MonitorCheck())
             self._add_run_report(trainer)
-        if not any(isinstance(callback, StallMonitor) for callback in callbacks):
-            callbacks.append(StallMonitor())
+        if not any(isinstance(callback, Watchdog) for callback in callbacks):
+            callbacks.append(Watchdog())
         return trainer
 
     def _add_run_report(self, trainer: L.Trainer) -> None:

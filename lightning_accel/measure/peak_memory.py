@@ -48,6 +48,16 @@ def peak_bytes(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _resident_peak()
 
 
+def resident_bytes(device: torch.device) -> int:
+    """Return the bytes that this process holds now: of tensors on a GPU, or of all its memory without one.
+
+    Where a system does not tell the latter, it is the most so far.
+    """
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return _kilobytes(Path("/proc/self/status"), "VmRSS:") * 1024 if sys.platform == "linux" else _resident_peak()
+
+
 def _resident_peak() -> int:
     if sys.platform == "linux":  # ru_maxrss does not see that it was reset
         return _kilobytes(Path("/proc/self/status"), "VmHWM:") * 1024

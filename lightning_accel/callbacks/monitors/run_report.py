@@ -9,7 +9,6 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -17,7 +16,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_accel._private.torch import num_compiled_graphs
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.monitors.run_summary import BestCheckpoint, RunSummary
+from lightning_accel.callbacks.run_parts import attach_run_parts, detach_run_parts
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of
+from lightning_accel.callbacks.watchdog.callback import Watchdog
 from lightning_accel.measure.flops import FlopCount, precision_of_products
 from lightning_accel.measure.memory import gradient_bytes, optimizer_bytes, storages
 from lightning_accel.measure.peak_memory import peak_bytes
@@ -61,7 +62,6 @@ class RunReport(L.Callback):
         self.summary: RunSummary | None = None
         self.commands: Commands = python_lines
         self._parts: RunParts | None = None
-        self._profiler: Profiler | None = None
         self._folder: Path | None = None
         self._counter: FlopCount | None = None
         self._begin = 0.0
@@ -79,23 +79,7 @@ class RunReport(L.Callback):
         self._first_epoch = self._first_step = 0
         self._begin = time.monotonic()
         with failures_as_warnings(_FAILED):
-            self._attach(trainer)
-
-    def _attach(self, trainer: Any) -> None:
-        parts, profiler = RunParts(_idle_hooks(trainer)), trainer.profiler
-        if isinstance(profiler, PassThroughProfiler):
-            trainer.profiler = parts
-        else:
-            profiler.start, profiler.stop = _both(parts.start, profiler.start), _both(parts.stop, profiler.stop)
-        self._parts, self._profiler = parts, profiler
-
-    def _detach(self, trainer: Any) -> None:
-        if trainer.profiler is self._parts:
-            trainer.profiler = self._profiler
-        else:
-            vars(self._profiler).pop("start", None)
-            vars(self._profiler).pop("stop", None)
-        self._parts = self._profiler = None
+            self._parts = attach_run_parts(trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._first_epoch, self._first_step = trainer.current_epoch, trainer.global_step  # those of a resumed run
@@ -148,7 +132,8 @@ class RunReport(L.Callback):
             return
         with failures_as_warnings(_FAILED):
             times = self._parts.seconds()
-            self._detach(trainer)
+            self._parts = None
+            detach_run_parts(trainer)
             if not trainer.is_global_zero or (error is not None and not self._batches):
                 return
             self.summary = self._summarize(trainer, pl_module, times, error)
@@ -166,6 +151,7 @@ class RunReport(L.Callback):
         training = sum(times.values()) - times["validation"] - times["checkpoints"]
         share, reason = self._share_of_peak(trainer, training)
         was_stopped = isinstance(error, KeyboardInterrupt | SIGTERMException)
+        watchdogs = callbacks_of(trainer, Watchdog)
         best = best_checkpoints(trainer)
         path = next((each.path for each in best), None)
         return RunSummary(
@@ -185,6 +171,7 @@ class RunReport(L.Callback):
             memory=self._memory,
             best=best,
             metrics={name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1},
+            health=watchdogs[0].findings if watchdogs else None,
             commands=self.commands(trainer, pl_module, path),
         )
 
@@ -214,25 +201,6 @@ class RunReport(L.Callback):
 
 def _is_reported(trainer: L.Trainer) -> bool:
     return not (trainer.fast_dev_run or trainer.barebones)  # type: ignore[attr-defined]  # set by a connector
-
-
-def _idle_hooks(trainer: L.Trainer) -> set[str]:
-    """Return the names of actions that are hooks which a callback does not have."""
-    hooks = [name for name in dir(L.Callback) if name.startswith("on_")]
-    return {
-        f"[Callback]{callback.state_key}.{hook}"
-        for callback in callbacks_of(trainer, L.Callback)
-        for hook in hooks
-        if not is_overridden(hook, callback, L.Callback)
-    }
-
-
-def _both(first: Callable[[str], None], second: Callable[[str], None]) -> Callable[[str], None]:
-    def call(action_name: str) -> None:
-        first(action_name)
-        second(action_name)
-
-    return call
 
 
 def _reason_not_to_count(trainer: L.Trainer) -> str | None:

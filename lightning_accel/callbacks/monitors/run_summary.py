@@ -2,10 +2,12 @@
 
 import json
 import math
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lightning_accel.callbacks.watchdog.callback import Finding
 from lightning_accel.measure.step_parts import PART_NAMES
 from lightning_accel.measure.table import Table, in_bytes
 from lightning_accel.ops.extras import require_module
@@ -48,6 +50,8 @@ class RunSummary:
         memory: bytes of parameters, gradients, optimizer states, and the peak of the process or its GPU.
         best: of each ModelCheckpoint that has written one.
         metrics: the last values of logged metrics.
+        health: what a :class:`~lightning_accel.callbacks.Watchdog` has found: kind, training batch and text of each;
+            None without one.
         commands: what to do next, to type.
     """
 
@@ -67,11 +71,14 @@ class RunSummary:
     memory: dict[str, int] = field(default_factory=dict)
     best: list[BestCheckpoint] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+    health: list[Finding] | None = None
     commands: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as values that JSON can hold; numbers that are not finite are None."""
         told = asdict(self) | {"best": [each._asdict() for each in self.best]}
+        if self.health is not None:
+            told["health"] = [each._asdict() for each in self.health]
         return _finite(told)
 
     def to_json(self) -> str:
@@ -98,6 +105,11 @@ class RunSummary:
             rows.append((name, Path(each.path).name))
         if not self.best:
             rows.append(("checkpoint", "none was written"))
+        if self.health is not None:
+            found = Counter(each.kind for each in self.health)
+            kinds = [kind if count == 1 else f"{count} times {kind}" for kind, count in found.items()]
+            first = f", first at batch {self.health[0].step}" if self.health else ""
+            rows.append(("health", f"{', '.join(kinds) or 'nothing found'}{first}"))
         counted = f"epochs {self.epochs}, batches {self.batches}, {self.seconds:.3g} s"
         ending = "" if self.status == "finished" else f", {self.status}"
         return Table(f"The fit: {counted}{ending}", (), rows)

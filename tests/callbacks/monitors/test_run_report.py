@@ -147,7 +147,7 @@ def test_a_profiler_of_the_user_stays_and_gets_all_actions(tmp_path):
     assert report[0].summary.parts["forward"] > 0
 
 
-@pytest.mark.parametrize("broken", ["RunParts", "peak_bytes", "print_tables", "write_atomically"])
+@pytest.mark.parametrize("broken", ["attach_run_parts", "peak_bytes", "print_tables", "write_atomically"])
 def test_errors_become_warnings(broken, tmp_path, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("planted")

@@ -2,6 +2,8 @@ import logging
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 from multiprocessing import Event
 from pathlib import Path
@@ -12,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_accel.callbacks import StallMonitor
+from lightning_accel.callbacks import StallMonitor, Watchdog
 from tests.ranks import run_ranks
 
 QUIET = {
@@ -67,7 +69,7 @@ class Released(logging.Handler):
 
 @pytest.fixture
 def monitor_log():
-    log = logging.getLogger("lightning_accel.callbacks.monitors.stall")
+    log = logging.getLogger("lightning_accel.callbacks.watchdog.stalls")
     before = list(log.handlers)
     yield log
     log.handlers[:] = before
@@ -79,7 +81,7 @@ def test_names_the_loader_and_the_worker(workers, monitor_log):
     rows = SleepyRows()
     handler = Released(rows)
     monitor_log.addHandler(handler)
-    trainer = L.Trainer(callbacks=[StallMonitor(timeout=0.8)], **QUIET)
+    trainer = L.Trainer(callbacks=[Watchdog(timeout=0.8)], **QUIET)
     trainer.fit(Line(), DataLoader(rows, batch_size=1, num_workers=workers))
     assert trainer.global_step == 6
     assert rows.released.is_set()
@@ -105,10 +107,10 @@ def check_stopped_rank(rank, folder, stopped):
 
     if rank == stopped:
         Path(folder, "pid").write_text(str(os.getpid()))
-    logger, handler = logging.getLogger("lightning_accel.callbacks.monitors.stall"), Wakes()
+    logger, handler = logging.getLogger("lightning_accel.callbacks.watchdog.stalls"), Wakes()
     logger.addHandler(handler)
     try:
-        options = QUIET | {"devices": 2, "strategy": "ddp", "callbacks": [StallMonitor(timeout=1.0)]}
+        options = QUIET | {"devices": 2, "strategy": "ddp", "callbacks": [Watchdog(timeout=1.0)]}
         trainer = L.Trainer(**options)
         trainer.fit(Line(stop_at=1 if rank == stopped else None), DataLoader(torch.randn(12, 2), batch_size=2))
     finally:
@@ -125,6 +127,32 @@ def test_names_the_process_that_is_stopped(tmp_path, stopped):
     assert any(f"does not hear from rank {stopped}: stopped" in one for one in told)
 
 
-def test_seconds_must_be_positive():
-    with pytest.raises(ValueError, match="timeout must be above 0 seconds; got 0"):
-        StallMonitor(timeout=0)
+ENDS = """
+import time, torch
+import lightning as L
+from lightning_accel.callbacks import Watchdog
+from tests.callbacks.watchdog.test_stalls import QUIET, Line
+
+class Silent(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, i):
+        while i == 2:
+            time.sleep(0.1)
+        return torch.ones(2)
+
+L.Trainer(callbacks=[Watchdog(timeout=0.5, on_hang="end")], **QUIET).fit(Line(), torch.utils.data.DataLoader(Silent()))
+"""
+
+
+def test_ends_a_process_that_hangs_with_the_stacks_of_its_threads():
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "after training batch 1 of epoch 0" in done.stderr
+    assert "on_hang='end'" in done.stderr
+    assert "in __getitem__" in done.stderr
+
+
+def test_the_earlier_name_warns():
+    with pytest.warns(FutureWarning, match="StallMonitor is now Watchdog"):
+        assert StallMonitor(timeout=3.0).timeout == 3.0

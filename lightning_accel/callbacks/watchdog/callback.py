@@ -1,0 +1,323 @@
+"""The callback that watches over a run."""
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_accel.callbacks.resume.random_state import random_state
+from lightning_accel.callbacks.run_parts import attach_run_parts, detach_run_parts
+from lightning_accel.callbacks.trainer_callbacks import callbacks_of, has_whole_modules
+from lightning_accel.callbacks.watchdog.memory_growth import MemoryGrowth
+from lightning_accel.callbacks.watchdog.nonfinite import NonFiniteError, any_nonfinite, find_origin
+from lightning_accel.callbacks.watchdog.stalls import StallWatch
+from lightning_accel.callbacks.watchdog.step_times import StepTimes
+from lightning_accel.measure.run_parts import RunParts
+from lightning_accel.ops.renames import renamed_arguments
+
+_log = logging.getLogger(__name__)
+_PERIOD = 5.0  # seconds between two looks at memory, at least
+
+
+class Finding(NamedTuple):
+    """Hold what a :class:`Watchdog` has found.
+
+    Attributes:
+        kind: ``hang``, ``slow rank``, ``data``, ``memory`` or ``not finite``.
+        step: training batches of the fit so far.
+        text: what was found, and where.
+    """
+
+    kind: str
+    step: int
+    text: str
+
+
+class Watchdog(L.Callback):
+    """Warn of what goes wrong with a run while it trains, say where, and end the run or skip steps as asked.
+
+    It serves any module, with any strategy, and the command line adds it. It finds
+
+    - a run without progress: what it waits for, such as a loader and its worker, and which processes do not answer;
+    - a process that takes a tenth of a step longer for its own part than most, which all others wait for: which one,
+      on which machine, and in which part of the step;
+    - a loader that a fifth of the time is spent waiting for;
+    - memory that grows in each of six looks in a row: by how much, when it will be full, and which lists and tensors
+      there are more of;
+    - losses that are not finite, or with ``on_nonfinite="skip"`` or ``"end"`` gradients before they change the weights:
+      whether the batch was not finite (which samples), weights, or the forward or backward pass of a layer (which one).
+
+    Each is said once, by a warning of this module's logger, and stands in ``findings``, of which
+    :class:`~lightning_accel.callbacks.RunReport` shows a line. By default nothing in it waits for a GPU or for other
+    processes: those publish their times in the store of their group.
+
+    Args:
+        timeout: seconds without any batch, validation, checkpoint or other hook before the first warning.
+        on_hang: ``warn`` again after twice as long, and so on, or ``end`` the process with status 1 after the first
+            warning, with the stacks of its threads on stderr, so that a launcher starts it again. What a collective
+            operation or a loader waits at most is the ``timeout`` of the strategy and of the DataLoader.
+        on_nonfinite: ``warn`` after the step; ``skip`` the updates of a step whose losses or gradients are not finite,
+            in all processes, and give buffers such as the statistics of batch norms what they held before; or ``end``
+            with a :class:`NonFiniteError` before the update. The last two look at all gradients in each step, which takes a
+            pass over them, a wait for the GPU and, with several processes, an exchange of one number. To find the
+            layer, the step runs again. Steps under loss scaling, which looks for infinite gradients itself, are left to
+            it. A skipped step counts in ``global_step``, and learning rates go on.
+        max_skipped: steps in a row that are skipped before the run ends as with ``end``.
+
+    Attributes:
+        findings: what was found in the last fit, as :class:`Finding` tuples.
+
+    Raises:
+        ValueError: if ``timeout`` is not above 0, ``max_skipped`` is below 1, or one of the choices is unknown.
+        TypeError: before training, with ``skip`` or ``end`` under DeepSpeed, which keeps gradients to itself.
+        NonFiniteError: in training, as asked for.
+    """
+
+    @renamed_arguments(after_s="timeout")
+    def __init__(
+        self,
+        timeout: float = 120.0,
+        on_hang: Literal["warn", "end"] = "warn",
+        on_nonfinite: Literal["warn", "skip", "end"] = "warn",
+        max_skipped: int = 10,
+    ) -> None:
+        if not timeout > 0:
+            raise ValueError(f"timeout must be above 0 seconds; got {timeout}")
+        if on_hang not in ("warn", "end"):
+            raise ValueError(f"on_hang must be 'warn' or 'end'; got {on_hang!r}")
+        if on_nonfinite not in ("warn", "skip", "end"):
+            raise ValueError(f"on_nonfinite must be 'warn', 'skip' or 'end'; got {on_nonfinite!r}")
+        if max_skipped < 1:
+            raise ValueError(f"max_skipped must be at least 1; got {max_skipped}")
+        self.timeout, self.on_hang = timeout, on_hang
+        self.on_nonfinite, self.max_skipped = on_nonfinite, max_skipped
+        self.findings: list[Finding] = []
+        self._stalls = StallWatch(timeout, on_hang == "end", self._found_stall, self._exchange)
+        self._step = 0
+        self._parts: RunParts | None = None
+        self._times: StepTimes | None = None
+        self._memory: MemoryGrowth | None = None
+        self._losses: _Losses | None = None
+        self._batch: Any = None
+        self._random_state: Any = None
+        self._bad_loss: Tensor | None = None
+        self._buffers: dict[str, Tensor] | None = None
+        self._num_nonfinite = self._num_skipped = self._in_a_row = 0
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == "fit" and self.on_nonfinite != "warn" and isinstance(trainer.strategy, DeepSpeedStrategy):
+            raise TypeError(
+                f"Watchdog(on_nonfinite={self.on_nonfinite!r}) cannot see gradients under DeepSpeed, which keeps them "
+                "to itself; take on_nonfinite='warn'"
+            )
+        self._stalls.start(trainer.global_rank, trainer.world_size)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._end(trainer)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._end(trainer)
+
+    def _end(self, trainer: L.Trainer) -> None:
+        self._stalls.stop()
+        if self._parts is not None:
+            detach_run_parts(trainer)
+        self._parts = self._times = self._memory = self._batch = self._buffers = self._random_state = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._stalls.note("fetching the first training batch")
+        self.findings, self._step = [], 0
+        self._num_nonfinite = self._num_skipped = self._in_a_row = 0
+        self._losses, self._buffers, self._bad_loss = _Losses(), None, None
+        self._parts = attach_run_parts(trainer)
+        workers = getattr(trainer.train_dataloader, "num_workers", None)
+        self._times = StepTimes(trainer.global_rank, trainer.world_size, not has_whole_modules(trainer), workers)
+        others = [one for one in callbacks_of(trainer, L.Callback) if one is not self]
+        owners = {type(one).__name__: one for one in (*others, getattr(trainer, "datamodule", None), pl_module) if one}
+        self._memory = MemoryGrowth(trainer.strategy.root_device, owners, min(_PERIOD, self.timeout / 4))
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._stalls.note(f"in the forward pass of training batch {batch_idx} of epoch {trainer.current_epoch}")
+        self._batch = batch
+        if self.on_nonfinite != "warn":
+            self._random_state = random_state()
+        if self.on_nonfinite == "skip" and self._buffers is None:
+            self._buffers = {
+                name: one.detach().clone() for name, one in pl_module.named_buffers() if one.is_floating_point()
+            }
+
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
+        self._stalls.note(f"in the backward pass after step {trainer.global_step}")
+        if self.on_nonfinite != "warn":  # gradients may be finite where the loss is not
+            flag = ~loss.detach().isfinite().all()
+            self._bad_loss = flag if self._bad_loss is None else self._bad_loss | flag
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        self._stalls.note(f"in the optimizer step after step {trainer.global_step}")
+        if self.on_nonfinite == "warn" or getattr(trainer.precision_plugin, "scaler", None) is not None:
+            return
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        flags = [self._bad_loss, any_nonfinite(one.grad for one in parameters if one.grad is not None)]
+        self._bad_loss = None
+        if not self._agree(trainer, [one for one in flags if one is not None]):
+            self._buffers, self._in_a_row = None, 0
+            return
+        self._in_a_row += 1
+        ends = self.on_nonfinite == "end" or self._in_a_row > self.max_skipped
+        text = self._origin(trainer, pl_module, lambda flag: self._agree(trainer, [flag]), is_asked=ends)
+        if ends:
+            where = f": {text}" if text else ", in another process" if trainer.world_size > 1 else ""
+            before = f", nor are the {self.max_skipped} before" if self.on_nonfinite == "skip" else ""
+            raise NonFiniteError(
+                f"training batch {self._step} is not finite{before}{where}. The weights are those before the step"
+            )
+        self._num_skipped += 1
+        for one in parameters:
+            one.grad = None  # which optimizers leave alone
+        held = self._buffers or {}
+        with torch.no_grad():
+            for name, one in pl_module.named_buffers():
+                if name in held:
+                    one.copy_(held[name])
+        self._say("not finite", f"the update of training batch {self._step} is skipped", text)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._stalls.note(f"after training batch {batch_idx} of epoch {trainer.current_epoch}, before the next")
+        self._step += 1
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if self.on_nonfinite != "skip" and self._losses is not None and self._losses.is_nonfinite(loss):
+            can_repeat = trainer.world_size == 1 and self._losses.is_current
+            text = self._origin(trainer, pl_module, (lambda flag: flag) if can_repeat else None)
+            self._say("not finite", f"the loss is not finite at training batch {self._step - 1}", text)
+        self._batch = None
+        if self._times is not None and self._parts is not None:
+            self._times.note(self._step, self._parts.seconds())
+        if self._memory is not None and (grown := self._memory.look(self._step)):
+            self._found("memory", grown)
+
+    def _agree(self, trainer: L.Trainer, flags: Sequence[Tensor | bool]) -> bool:
+        """Return whether any of the flags is set in any process."""
+        device = trainer.strategy.root_device
+        agreed = torch.zeros((), device=device)
+        for flag in flags:
+            agreed = torch.maximum(agreed, torch.as_tensor(flag, dtype=torch.float32, device=device))
+        if trainer.world_size > 1 and dist.is_initialized():
+            dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+        return bool(agreed)
+
+    def _origin(
+        self,
+        trainer: L.Trainer,
+        module: L.LightningModule,
+        of_all: Callable[[bool], bool] | None,
+        is_asked: bool = False,
+    ) -> str:
+        """Say where it begins if that is asked, the first time, and after two, four, eight ... such steps."""
+        self._num_nonfinite += 1
+        if self._num_nonfinite & (self._num_nonfinite - 1) and not is_asked:
+            return ""
+        return find_origin(trainer, module, self._batch, self._random_state, of_all)
+
+    def _say(self, kind: str, what: str, where: str) -> None:
+        if where or self._num_nonfinite == 1:
+            self._found(kind, f"{what}: {where}" if where else what)
+
+    def _found(self, kind: str, text: str) -> None:
+        self.findings.append(Finding(kind, self._step, text))
+        _log.warning(text)
+
+    def _found_stall(self, text: str) -> None:
+        self.findings.append(Finding("hang", self._step, text))
+
+    def _exchange(self) -> None:
+        """Compare the processes; a thread calls it."""
+        if (times := self._times) is None:
+            return
+        try:
+            found = times.exchange()
+        except RuntimeError:  # of the store, where the first process has ended
+            return
+        for kind, text in found.items():
+            self._found("slow rank" if kind.startswith("rank") else kind, text)
+
+    def __getstate__(self) -> dict[str, Any]:
+        held = {
+            "_parts": None,
+            "_times": None,
+            "_memory": None,
+            "_losses": None,
+            "_batch": None,
+            "_buffers": None,
+            "_bad_loss": None,
+        }
+        return self.__dict__ | held
+
+
+class _Losses:
+    """Look at losses without waiting for a GPU, from which the answer comes a step later."""
+
+    def __init__(self) -> None:
+        self._pending: tuple[Tensor, torch.cuda.Event] | None = None
+        self.is_current = True
+
+    def is_nonfinite(self, loss: Any) -> bool:
+        """Return whether the loss is not finite, or on a GPU whether one before it was not."""
+        if not isinstance(loss, Tensor):
+            return False
+        flag = ~loss.detach().isfinite().all()
+        self.is_current = not flag.is_cuda
+        if self.is_current:
+            return bool(flag)
+        found = False
+        if self._pending is not None:
+            if not self._pending[1].query():
+                return False
+            found = bool(self._pending[0])
+        on_host = torch.empty((), dtype=torch.bool, pin_memory=True)
+        on_host.copy_(flag, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._pending = (on_host, event)
+        return found
+
+
+def StallMonitor(timeout: float = 120.0) -> Watchdog:
+    """Return a :class:`Watchdog`, with a warning: the earlier name, which saved configs hold."""
+    warnings.warn("lightning_accel.callbacks.StallMonitor is now Watchdog", FutureWarning, stacklevel=2)
+    return Watchdog(timeout)
+
+
+def _hook(activity: str) -> Callable[..., None]:
+    """Return a hook that notes the activity; the number of a batch is the third argument after the module at an end."""
+
+    def note(self: Watchdog, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        number = args[2 if activity.startswith("after") else 1] if "{number}" in activity else None
+        self._stalls.note(activity.format(number=number, epoch=trainer.current_epoch, step=trainer.global_step))
+
+    return note
+
+
+for _name, _activity in {
+    "on_train_epoch_end": "at the end of epoch {epoch}",
+    "on_validation_start": "fetching the first validation batch",
+    "on_validation_batch_start": "in validation batch {number}",
+    "on_validation_batch_end": "after validation batch {number}, before the next",
+    "on_test_batch_start": "in test batch {number}",
+    "on_test_batch_end": "after test batch {number}, before the next",
+    "on_predict_batch_start": "in predict batch {number}",
+    "on_predict_batch_end": "after predict batch {number}, before the next",
+    "on_save_checkpoint": "saving a checkpoint",
+    "on_train_end": "at the end of the fit",
+}.items():
+    setattr(Watchdog, _name, _hook(_activity))

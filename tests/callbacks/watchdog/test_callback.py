@@ -1,0 +1,142 @@
+"""The watch over fits: steps that are not finite, and what a report says."""
+
+import logging
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_accel.callbacks import RunReport, Watchdog
+from lightning_accel.callbacks.watchdog.nonfinite import NonFiniteError
+from lightning_accel.strategies import FullyShardedStrategy
+from tests.ranks import run_ranks
+
+QUIET = {
+    "accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
+    "enable_checkpointing": False, "max_epochs": 1,
+}  # fmt: skip
+
+
+class Net(L.LightningModule):
+    def __init__(self, manual=False, norm=nn.BatchNorm1d):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(3, 4), norm(4), nn.Dropout(0.2), nn.Linear(4, 2))
+        self.automatic_optimization = not manual
+
+    def training_step(self, batch, batch_idx):
+        torch.manual_seed(int(batch[1][0]))  # the same dropout whatever came before
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[0][:, :2])
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+def rows(bad=(), batch_size=4, count=6):
+    x = torch.randn(batch_size * count, 3, generator=torch.Generator().manual_seed(1))
+    numbers = torch.arange(count).repeat_interleave(batch_size)
+    for batch in bad:
+        x[batch * batch_size + 1, 2] = float("nan")
+    return x, numbers
+
+
+def loader(bad=(), left_out=(), count=6):
+    x, numbers = rows(bad, count=count)
+    kept = ~torch.isin(numbers, torch.tensor([*left_out]))
+    return DataLoader(TensorDataset(x[kept], numbers[kept]), batch_size=4)
+
+
+def fit(data, watchdog, *callbacks, module=None, **options):
+    module = Net() if module is None else module
+    trainer = L.Trainer(**QUIET | {"callbacks": [watchdog, *callbacks]} | options)
+    trainer.fit(module, data)
+    return module
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"manual": True}, {"precision": "bf16-mixed"}, {"gradient_clip_val": 0.1}], ids=str
+)
+def test_a_skipped_step_leaves_weights_optimizer_and_batch_norms_as_they_were(options):
+    watchdog, options = Watchdog(on_nonfinite="skip"), dict(options)
+    manual = options.pop("manual", False)
+    found = fit(loader(bad=[2, 3]), watchdog, module=Net(manual), **options)
+    expected = fit(loader(left_out=[2, 3]), Watchdog(), module=Net(manual), **options)
+    for (name, one), other in zip(found.state_dict().items(), expected.state_dict().values(), strict=True):
+        if not name.endswith("num_batches_tracked"):
+            assert torch.equal(one, other), name
+    assert [one.step for one in watchdog.findings] == [2, 3]
+    assert (
+        "batch 2 is skipped: the batch itself is not finite: nan in batch[0], samples 1 of 4"
+        in watchdog.findings[0].text
+    )
+
+
+def test_a_run_ends_before_the_update_and_keeps_its_weights():
+    module = Net()
+    trainer = L.Trainer(**QUIET, callbacks=[Watchdog(on_nonfinite="end")])
+    with pytest.raises(NonFiniteError, match=r"batch 2 is not finite: the batch itself.*weights are those before"):
+        trainer.fit(module, loader(bad=[2]))
+    expected = fit(loader(left_out=[2, 3, 4, 5]), Watchdog())
+    assert torch.equal(module.net[3].weight, expected.net[3].weight)
+
+
+def test_a_run_ends_after_too_many_skipped_steps_in_a_row():
+    fit(loader(bad=[0, 1, 3, 4]), Watchdog(on_nonfinite="skip", max_skipped=2))
+    with pytest.raises(NonFiniteError, match="batch 3 is not finite, nor are the 2 before: the batch itself is not"):
+        fit(loader(bad=[1, 2, 3]), Watchdog(on_nonfinite="skip", max_skipped=2))
+
+
+def test_losses_that_are_not_finite_are_said_once_and_stand_in_the_report(caplog, capsys):
+    watchdog, report = Watchdog(), RunReport()
+    with caplog.at_level(logging.WARNING):
+        fit(loader(bad=[2]), watchdog, report)
+    (finding, second, *_) = watchdog.findings
+    assert finding[:2] == ("not finite", 3)
+    assert finding.text == (
+        "the loss is not finite at training batch 2: the batch itself is not finite: nan in batch[0], samples 1 of 4"
+    )
+    assert "weights were not finite before the step: net.0.weight and 5 more" in second.text  # of the update
+    assert finding.text in caplog.text
+    assert report.summary.to_dict()["health"][0]["step"] == 3
+    assert "3 times not finite, first at batch 3" in capsys.readouterr().out
+
+
+def test_choices_are_checked():
+    with pytest.raises(ValueError, match="timeout must be above 0 seconds; got 0"):
+        Watchdog(timeout=0)
+    with pytest.raises(ValueError, match="on_hang must be 'warn' or 'end'; got 'stop'"):
+        Watchdog(on_hang="stop")
+    with pytest.raises(ValueError, match="on_nonfinite must be 'warn', 'skip' or 'end'; got 'ignore'"):
+        Watchdog(on_nonfinite="ignore")
+    with pytest.raises(ValueError, match="max_skipped must be at least 1; got 0"):
+        Watchdog(max_skipped=0)
+
+
+def whole(module):
+    return [(one.full_tensor() if hasattr(one, "full_tensor") else one).detach() for one in module.parameters()]
+
+
+def check_ranks_skip(rank, kind):
+    strategy = FullyShardedStrategy() if kind == "fsdp2" else kind
+    watchdog, options = Watchdog(on_nonfinite="skip"), {"devices": 2, "use_distributed_sampler": False}
+    data = loader(bad=[2, 3] if rank == 0 else [])
+    found = whole(fit(data, watchdog, module=Net(norm=nn.LayerNorm), strategy=strategy, **options))
+    torch.testing.assert_close(found, whole(fit(loader(left_out=[2, 3]), Watchdog(), module=Net(norm=nn.LayerNorm))))
+    return [(one.step, one.text) for one in watchdog.findings]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_all_ranks_skip_what_is_not_finite_in_one(kind):
+    bad, other = run_ranks(check_ranks_skip, kind)
+    assert [step for step, _ in bad] == [2, 3]
+    assert "nan in batch[0], samples 1 of 4" in bad[0][1]
+    assert other == [(2, "the update of training batch 2 is skipped")]
