@@ -29,7 +29,15 @@ TREES = {
     for path in sorted(PACKAGE.rglob("*.py"))
     if path.relative_to(PACKAGE).parts[0] != "_private"
 }
-DOCUMENTED = {"_asdict", "_replace", "_fields", "_field_defaults", "_getframe", "_current_frames"}  # of tuples and sys
+DOCUMENTED = {
+    "_asdict",
+    "_replace",
+    "_fields",
+    "_field_defaults",
+    "_getframe",
+    "_current_frames",
+    "_exit",
+}  # of tuples, sys, os
 
 
 def is_private(name: str) -> bool:

@@ -31,7 +31,7 @@ REPLACED = {
     "callbacks/expert_losses.py": {"training_step": "callbacks cannot add to the loss"},
     "callbacks/pruning/callback.py": {"load_model_state_dict": "no hook comes before the weights are loaded"},
     "callbacks/pruning/semi_structured.py": {"__class__": "the layer stays where it is, with its name and hooks"},
-    "callbacks/monitors/run_report.py": dict.fromkeys(("start", "stop"), "the profiler is the user's, and stays"),
+    "callbacks/run_parts.py": dict.fromkeys(("start", "stop"), "the profiler is the user's, and stays"),
     "callbacks/recorded_calls.py": {"__call__": "a hook within a compiled module would break its graph"},
     "callbacks/resume/exact_resume.py": {
         "process_dataloader": "no hook comes between a loader and its first iteration",

@@ -12,11 +12,10 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_accel.callbacks.resume.random_state import random_state
 from lightning_accel.callbacks.run_parts import attach_run_parts, detach_run_parts
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of, has_whole_modules
 from lightning_accel.callbacks.watchdog.memory_growth import MemoryGrowth
-from lightning_accel.callbacks.watchdog.nonfinite import NonFiniteError, any_nonfinite, find_origin
+from lightning_accel.callbacks.watchdog.nonfinite import NonFiniteError, any_nonfinite, find_origin, torch_random_state
 from lightning_accel.callbacks.watchdog.stalls import StallWatch
 from lightning_accel.callbacks.watchdog.step_times import StepTimes
 from lightning_accel.measure.run_parts import RunParts
@@ -65,10 +64,10 @@ class Watchdog(L.Callback):
             operation or a loader waits at most is the ``timeout`` of the strategy and of the DataLoader.
         on_nonfinite: ``warn`` after the step; ``skip`` the updates of a step whose losses or gradients are not finite,
             in all processes, and give buffers such as the statistics of batch norms what they held before; or ``end``
-            with a :class:`NonFiniteError` before the update. The last two look at all gradients in each step, which takes a
-            pass over them, a wait for the GPU and, with several processes, an exchange of one number. To find the
-            layer, the step runs again. Steps under loss scaling, which looks for infinite gradients itself, are left to
-            it. A skipped step counts in ``global_step``, and learning rates go on.
+            with a :class:`NonFiniteError` before the update. The last two look at all gradients in each step, which
+            takes a pass over them, a wait for the GPU and, with several processes, an exchange of one number. To find
+            the layer, the step runs again. Steps under loss scaling, which looks for infinite gradients itself, are
+            left to it. A skipped step counts in ``global_step``, and learning rates go on.
         max_skipped: steps in a row that are skipped before the run ends as with ``end``.
 
     Attributes:
@@ -106,7 +105,7 @@ class Watchdog(L.Callback):
         self._memory: MemoryGrowth | None = None
         self._losses: _Losses | None = None
         self._batch: Any = None
-        self._random_state: Any = None
+        self._random_state: list[Tensor] | None = None
         self._bad_loss: Tensor | None = None
         self._buffers: dict[str, Tensor] | None = None
         self._num_nonfinite = self._num_skipped = self._in_a_row = 0
@@ -149,7 +148,7 @@ class Watchdog(L.Callback):
         self._stalls.note(f"in the forward pass of training batch {batch_idx} of epoch {trainer.current_epoch}")
         self._batch = batch
         if self.on_nonfinite != "warn":
-            self._random_state = random_state()
+            self._random_state = torch_random_state(trainer.strategy.root_device)
         if self.on_nonfinite == "skip" and self._buffers is None:
             self._buffers = {
                 name: one.detach().clone() for name, one in pl_module.named_buffers() if one.is_floating_point()

@@ -24,9 +24,9 @@ Kind = tuple[str, str, str, bool]  # of tensors: shape, dtype, device and whethe
 class MemoryGrowth:
     """Notice that the memory of a run grows in each of six looks in a row, and say what grows.
 
-    That is the resident memory of the process, or what tensors take on its GPU. When it has grown three times, lists
-    and dictionaries of the owners and live tensors are counted, and again when it has grown six times. The first six
-    looks, in which caches fill, count nothing. It is said again when it has grown by twice as much.
+    What counts is the resident memory of the process, or what tensors take on its GPU. When it has grown three times,
+    lists and dictionaries of the owners and live tensors are counted, and again when it has grown six times. The first
+    six looks, in which caches fill, count nothing. It is said again when it has grown by twice as much.
 
     Args:
         device: of the run.
@@ -114,7 +114,7 @@ def _entries(value: Any) -> int:
 def _tensors() -> Counter[Kind]:
     found: Counter[Kind] = Counter()
     for each in gc.get_objects():
-        if isinstance(each, Tensor) and type(each) in (Tensor, nn.Parameter):
+        if type(each) in (Tensor, nn.Parameter):  # isinstance fails on weak proxies of what is gone
             shape = str(tuple(each.shape))
             found[shape, str(each.dtype).removeprefix("torch."), str(each.device), each.grad_fn is not None] += 1
     return found

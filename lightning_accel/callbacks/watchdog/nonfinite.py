@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_accel._private.torch import tree_leaves, tree_map_only
 from lightning_accel.callbacks.repeated_step import repeat_training_step, without_traces
-from lightning_accel.callbacks.resume.random_state import restored_random_state, set_random_state
+from lightning_accel.callbacks.resume.random_state import restored_random_state
 from lightning_accel.callbacks.trainer_callbacks import has_whole_modules
 from lightning_accel.strategies import PipelineStrategy
 
@@ -23,14 +23,21 @@ class NonFiniteError(RuntimeError):
 def any_nonfinite(tensors: Iterable[Tensor]) -> Tensor | None:
     """Return a boolean () tensor that says whether any number is not finite, without a wait; None without tensors.
 
-    Of sharded tensors, the part of this process counts.
+    Sums in float32 or more tell it, which are the fastest to have, and may overflow where all numbers are finite. The
+    part of this process counts where tensors are sharded.
     """
     local = [one.to_local() if hasattr(one, "to_local") else one for one in tensors]
     local = [one.coalesce().values() if one.is_sparse else one for one in local]
     if not local:
         return None
-    largest = torch.nn.utils.get_total_norm([one.detach() for one in local if one.numel()], float("inf"))
-    return ~largest.isfinite()
+    first = local[0].device
+    sums = [one.detach().sum(dtype=torch.promote_types(one.dtype, torch.float32)) for one in local]
+    return ~torch.stack([one.to(first, torch.float64) for one in sums]).isfinite().all()
+
+
+def torch_random_state(device: torch.device) -> list[Tensor]:
+    """Return the state of torch's generators of the CPU and of ``device``."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
 def why_not_repeated(trainer: L.Trainer, module: L.LightningModule) -> str:
@@ -43,7 +50,11 @@ def why_not_repeated(trainer: L.Trainer, module: L.LightningModule) -> str:
 
 
 def find_origin(
-    trainer: L.Trainer, module: L.LightningModule, batch: Any, random_state: Any, of_all: Callable[[bool], bool] | None
+    trainer: L.Trainer,
+    module: L.LightningModule,
+    batch: Any,
+    random_state: list[Tensor] | None,
+    of_all: Callable[[bool], bool] | None,
 ) -> str:
     """Say where numbers cease to be finite: in the batch, in weights, in the forward or backward pass of a layer.
 
@@ -51,7 +62,7 @@ def find_origin(
         trainer: in a training step.
         module: whose weights are those of the step.
         batch: of the step, as ``training_step`` got it.
-        random_state: of the begin of the step; None for any.
+        random_state: that of :func:`torch_random_state` at the begin of the step; None for any.
         of_all: returns whether something holds in any process; then all of them run the step again. None leaves that
             out.
 
@@ -77,7 +88,11 @@ def find_origin(
 
 
 def _repeat(
-    trainer: L.Trainer, module: L.LightningModule, batch: Any, random_state: Any, of_all: Callable[[bool], bool]
+    trainer: L.Trainer,
+    module: L.LightningModule,
+    batch: Any,
+    random_state: list[Tensor] | None,
+    of_all: Callable[[bool], bool],
 ) -> str:
     trace = _Trace(module)
     buffers = [(one, one.detach().clone()) for one in module.buffers()]
@@ -91,7 +106,9 @@ def _repeat(
         contexts.callback(_give_back, buffers)
         contexts.callback(_reshard, trainer.strategy.model)
         if random_state is not None:
-            set_random_state(random_state)
+            torch.set_rng_state(random_state[0])
+            for one in random_state[1:]:
+                torch.cuda.set_rng_state(one, trainer.strategy.root_device)
         with trainer.precision_plugin.train_step_context():
             output = repeat_training_step(module, batch, None if has_gradients else trainer.strategy.training_step)
         loss = output.get("loss") if isinstance(output, Mapping) else output

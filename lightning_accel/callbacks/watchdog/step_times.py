@@ -51,6 +51,7 @@ class StepTimes:
     def __init__(self, rank: int, world_size: int, has_collectives: bool, num_workers: int | None) -> None:
         self.rank, self.world_size, self.num_workers = rank, world_size, num_workers
         self._left_out = _WITH_WAITS + _WITH_COLLECTIVES * has_collectives
+        self._host = socket.gethostname()
         self._now: Times | None = None
         self._before: dict[int, Times] = {}
         self._suspects: set[str] = set()
@@ -59,7 +60,7 @@ class StepTimes:
 
     def note(self, step: int, parts: Mapping[str, float]) -> None:
         """Take the batches and seconds so far; the thread of the Trainer calls it after each batch."""
-        self._now = Times(step, parts, socket.gethostname())
+        self._now = Times(step, parts, self._host)
 
     def exchange(self) -> dict[str, str]:
         """Publish the times of this process, and return what the first one finds: texts by kind of finding."""
