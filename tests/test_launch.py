@@ -145,6 +145,22 @@ def test_a_killed_rank_is_started_again_and_goes_on(folder, whole, rank):
     assert steps == set(range(STEPS))
 
 
+WATCHDOG = ("--trainer.callbacks+=lightning_accel.callbacks.Watchdog", "--trainer.callbacks.timeout=3",
+            "--trainer.callbacks.on_hang=end")  # fmt: skip
+
+
+def test_a_stopped_rank_ends_those_that_wait_for_it_and_all_are_started_again(folder, whole):
+    launcher = torchrun(
+        folder, "--ckpt_path=auto", "--model.pause=0.1", *WATCHDOG, launcher=("--standalone", "--max-restarts=1")
+    )
+    os.kill(wait_for_step(folder, 10), signal.SIGSTOP)
+    assert finish(launcher, folder) == 0, (folder / "log.txt").read_text()[-3000:]
+    log = (folder / "log.txt").read_text()
+    assert "rank 0 waits, and does not hear from rank 1: stopped, gone, or busy" in log
+    assert "rank 0 ends with status 1, as on_hang='end' asks for" in log
+    assert_equal_ends(end_of(folder), whole)
+
+
 @pytest.mark.weekly
 @pytest.mark.parametrize("rank", [0, 1])
 def test_sigterm_of_one_rank_saves_and_ends_all(folder, whole, rank):

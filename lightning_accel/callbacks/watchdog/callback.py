@@ -79,6 +79,8 @@ class Watchdog(L.Callback):
         NonFiniteError: in training, as asked for.
     """
 
+    is_for_whole_fits = True  # and left out of those that doctor and tune measure
+
     @renamed_arguments(after_s="timeout")
     def __init__(
         self,

@@ -110,6 +110,24 @@ def test_losses_that_are_not_finite_are_said_once_and_stand_in_the_report(caplog
     assert "3 times not finite, first at batch 3" in capsys.readouterr().out
 
 
+class Odd(Net):
+    """Has a loss that is not finite once, and gradients that are."""
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[0][:, :2])
+        return loss + (float("nan") if batch[1][0] == 2 else 0.0)
+
+
+def test_a_step_that_runs_again_to_find_the_layer_leaves_no_trace():
+    ends = []
+    for callbacks in ([Watchdog()], []):
+        torch.manual_seed(3)
+        module = fit(loader(), *callbacks or [L.Callback()], module=Odd())
+        ends.append((module.state_dict(), torch.get_rng_state()))
+    assert all(torch.equal(one, other) for one, other in zip(ends[0][0].values(), ends[1][0].values(), strict=True))
+    assert torch.equal(ends[0][1], ends[1][1])
+
+
 def test_choices_are_checked():
     with pytest.raises(ValueError, match="timeout must be above 0 seconds; got 0"):
         Watchdog(timeout=0)
