@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel.callbacks import RunReport, Watchdog
 from lightning_accel.callbacks.watchdog.nonfinite import NonFiniteError
-from lightning_accel.strategies import FullyShardedStrategy
+from lightning_accel.strategies import FullyShardedStrategy, SyncBatchNormPlugin
 from tests.ranks import run_ranks
 
 QUIET = {
@@ -158,3 +158,26 @@ def test_all_ranks_skip_what_is_not_finite_in_one(kind):
     assert [step for step, _ in bad] == [2, 3]
     assert "nan in batch[0], samples 1 of 4" in bad[0][1]
     assert other == [(2, "the update of training batch 2 is skipped")]
+
+
+class Negative(Net):
+    """Has a loss that is not finite in the first process, after layers that processes compute together."""
+
+    def training_step(self, batch, batch_idx):
+        out = self.net(batch[0])
+        is_odd = self.global_rank == 0 and batch[1][0] == 2
+        return (out.abs() * (-1 if is_odd else 1)).add(0.1).log().mean()
+
+
+def check_ranks_find(rank):
+    watchdog = Watchdog(on_nonfinite="skip")
+    options = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
+    module = fit(loader(), watchdog, module=Negative(), plugins=[SyncBatchNormPlugin()], **options)
+    assert all(one.isfinite().all() for one in module.state_dict().values())
+    return [one.text.partition(": ")[2] for one in watchdog.findings]
+
+
+def test_processes_that_compute_together_stop_to_look_for_the_layer_together():
+    first, second = run_ranks(check_ranks_find)
+    assert first == ["the outputs of all layers are finite, and training_step makes nan of them"]
+    assert second == [""]

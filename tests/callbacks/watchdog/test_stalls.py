@@ -81,11 +81,13 @@ def test_names_the_loader_and_the_worker(workers, monitor_log):
     rows = SleepyRows()
     handler = Released(rows)
     monitor_log.addHandler(handler)
-    trainer = L.Trainer(callbacks=[Watchdog(timeout=0.8)], **QUIET)
+    watchdog = Watchdog(timeout=0.8)
+    trainer = L.Trainer(callbacks=[watchdog], **QUIET)
     trainer.fit(Line(), DataLoader(rows, batch_size=1, num_workers=workers))
     assert trainer.global_step == 6
     assert rows.released.is_set()
     told = handler.told
+    assert [one for one in watchdog.findings if one.kind == "hang"] == [("hang", 3, told[0])]
     seconds = int(re.search(r"still for (\d+) s", told[1]).group(1))
     assert seconds >= 2  # the second warning comes after 1.6 s, or later on a busy machine
     fetched = r"from worker 0, process \d+, which is alive" if workers else "which this process loads itself"

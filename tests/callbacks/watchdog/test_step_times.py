@@ -136,6 +136,15 @@ def test_what_others_have_left_in_the_store_is_not_compared(monkeypatch):
     assert "watchdog/times/1" not in store
 
 
+def test_looks_are_20_steps_apart(monkeypatch):
+    watch = StepTimes(0, 1, False, None)
+    found = []
+    for step in range(0, 100, 10):
+        watch.note(step, times(step, data=float(step)).parts)
+        found.append(watch.exchange())
+    assert [number for number, one in enumerate(found) if one] == [4]  # after the looks at steps 0, 20 and 40
+
+
 def test_workers_are_counted(monkeypatch):
     found = looks(monkeypatch, [{"data": 0.003, "forward": 0.003}])
     assert found[1]["data"].startswith("the run waits for data 50% of its time, 3 ms a step; its 2 workers are too")
