@@ -2,7 +2,8 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import lightning as L
@@ -10,12 +11,20 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
+from lightning_accel.callbacks.repeated_step import BufferCopies
 from lightning_accel.callbacks.run_parts import attach_run_parts, detach_run_parts
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of, has_whole_modules
 from lightning_accel.callbacks.watchdog.memory_growth import MemoryGrowth
-from lightning_accel.callbacks.watchdog.nonfinite import NonFiniteError, any_nonfinite, find_origin, torch_random_state
+from lightning_accel.callbacks.watchdog.nonfinite import (
+    Agree,
+    NonFiniteError,
+    StepBegin,
+    any_nonfinite,
+    draws_of,
+    find_origin,
+)
 from lightning_accel.callbacks.watchdog.stalls import StallWatch
 from lightning_accel.callbacks.watchdog.step_times import StepTimes
 from lightning_accel.measure.run_parts import RunParts
@@ -30,7 +39,7 @@ class Finding(NamedTuple):
 
     Attributes:
         kind: ``hang``, ``slow rank``, ``data``, ``memory`` or ``not finite``.
-        step: training batches of the fit so far.
+        step: number of the training batch in the fit, from 0.
         text: what was found, and where.
     """
 
@@ -45,13 +54,15 @@ class Watchdog(L.Callback):
     It serves any module, with any strategy, and the command line adds it. It finds
 
     - a run without progress: what it waits for, such as a loader and its worker, and which processes do not answer;
-    - a process that takes a tenth of a step longer for its own part than most, which all others wait for: which one,
-      on which machine, and in which part of the step;
+    - a process that takes a tenth of a step longer than most for its batches, or for its forward pass where processes
+      do not meet in it, which all others wait for: which one, and on which machine;
     - a loader that a fifth of the time is spent waiting for;
     - memory that grows in each of six looks in a row: by how much, when it will be full, and which lists and tensors
       there are more of;
-    - losses that are not finite, or with ``on_nonfinite="skip"`` or ``"end"`` gradients before they change the weights:
-      whether the batch was not finite (which samples), weights, or the forward or backward pass of a layer (which one).
+    - losses that are not finite, or with ``on_nonfinite="skip"`` or ``"end"`` gradients, too, before they change the
+      weights: whether the batch was not finite (which samples), weights, or the forward or backward pass of a layer
+      (which one). For the layer the step runs again, which leaves no trace; in ``warn`` with one process alone, and on
+      a GPU after the update.
 
     Each is said once, by a warning of this module's logger, and stands in ``findings``, of which
     :class:`~lightning_accel.callbacks.RunReport` shows a line. By default nothing in it waits for a GPU or for other
@@ -65,9 +76,9 @@ class Watchdog(L.Callback):
         on_nonfinite: ``warn`` after the step; ``skip`` the updates of a step whose losses or gradients are not finite,
             in all processes, and give buffers such as the statistics of batch norms what they held before; or ``end``
             with a :class:`NonFiniteError` before the update. The last two look at all gradients in each step, which
-            takes a pass over them, a wait for the GPU and, with several processes, an exchange of one number. To find
-            the layer, the step runs again. Steps under loss scaling, which looks for infinite gradients itself, are
-            left to it. A skipped step counts in ``global_step``, and learning rates go on.
+            takes a pass over them, a wait for the GPU and, with several processes, an exchange of one number. Steps
+            under loss scaling, which looks for infinite gradients itself, are left to it. A skipped step counts in
+            ``global_step``, learning rates go on, and hooks before the update that come later find gradients of None.
         max_skipped: steps in a row that are skipped before the run ends as with ``end``.
 
     Attributes:
@@ -75,7 +86,8 @@ class Watchdog(L.Callback):
 
     Raises:
         ValueError: if ``timeout`` is not above 0, ``max_skipped`` is below 1, or one of the choices is unknown.
-        TypeError: before training, with ``skip`` or ``end`` under DeepSpeed, which keeps gradients to itself.
+        TypeError: before training, with ``skip`` or ``end`` under DeepSpeed, which keeps gradients to itself, and with
+            LBFGS, which changes weights between several passes of a step.
         NonFiniteError: in training, as asked for.
     """
 
@@ -106,11 +118,12 @@ class Watchdog(L.Callback):
         self._times: StepTimes | None = None
         self._memory: MemoryGrowth | None = None
         self._losses: _Losses | None = None
-        self._batch: Any = None
-        self._random_state: list[Tensor] | None = None
         self._bad_loss: Tensor | None = None
-        self._buffers: dict[str, Tensor] | None = None
-        self._num_nonfinite = self._num_skipped = self._in_a_row = 0
+        self._buffers: BufferCopies | None = None
+        self._begins: list[StepBegin] = []  # of the batches of one update
+        self._is_over = True  # the update
+        self._num_nonfinite = 0
+        self._in_a_row: Counter[int] = Counter()  # by the identity of optimizers
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit" and self.on_nonfinite != "warn" and isinstance(trainer.strategy, DeepSpeedStrategy):
@@ -130,16 +143,25 @@ class Watchdog(L.Callback):
         self._stalls.stop()
         if self._parts is not None:
             detach_run_parts(trainer)
-        self._parts = self._times = self._memory = self._batch = self._buffers = self._random_state = None
+        self._parts = self._times = self._memory = self._buffers = None
+        self._begins.clear()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._stalls.note("fetching the first training batch")
-        self.findings, self._step = [], 0
-        self._num_nonfinite = self._num_skipped = self._in_a_row = 0
-        self._losses, self._buffers, self._bad_loss = _Losses(), None, None
+        if self.on_nonfinite != "warn" and any(isinstance(one, LBFGS) for one in trainer.optimizers):
+            raise TypeError(
+                f"Watchdog(on_nonfinite={self.on_nonfinite!r}) cannot keep the weights of a step of LBFGS, which "
+                "changes them between several passes; take on_nonfinite='warn'"
+            )
+        self.findings, self._step, self._num_nonfinite = [], 0, 0
+        self._in_a_row.clear()
+        self._losses, self._bad_loss, self._buffers = _Losses(), None, BufferCopies(pl_module)
+        self._begins, self._is_over = [], True
         self._parts = attach_run_parts(trainer)
+        has_buffers = next(pl_module.buffers(), None) is not None  # which DDP broadcasts
+        meets = not has_whole_modules(trainer) or has_buffers
         workers = getattr(trainer.train_dataloader, "num_workers", None)
-        self._times = StepTimes(trainer.global_rank, trainer.world_size, not has_whole_modules(trainer), workers)
+        self._times = StepTimes(trainer.global_rank, trainer.world_size, meets, workers)
         others = [one for one in callbacks_of(trainer, L.Callback) if one is not self]
         owners = {type(one).__name__: one for one in (*others, getattr(trainer, "datamodule", None), pl_module) if one}
         self._memory = MemoryGrowth(trainer.strategy.root_device, owners, min(_PERIOD, self.timeout / 4))
@@ -148,64 +170,72 @@ class Watchdog(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._stalls.note(f"in the forward pass of training batch {batch_idx} of epoch {trainer.current_epoch}")
-        self._batch = batch
-        if self.on_nonfinite != "warn":
-            self._random_state = torch_random_state(trainer.strategy.root_device)
-        if self.on_nonfinite == "skip" and self._buffers is None:
-            self._buffers = {
-                name: one.detach().clone() for name, one in pl_module.named_buffers() if one.is_floating_point()
-            }
+        is_kept = self.on_nonfinite != "warn"
+        if self._is_over or not is_kept:
+            self._begins.clear()
+            self._is_over = False
+            if is_kept and self._buffers is not None:
+                self._buffers.take()
+        draws = draws_of(trainer.strategy.root_device) if is_kept else None
+        self._begins.append(StepBegin(self._step, batch, batch_idx, draws))
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         self._stalls.note(f"in the backward pass after step {trainer.global_step}")
-        if self.on_nonfinite != "warn":  # gradients may be finite where the loss is not
-            flag = ~loss.detach().isfinite().all()
+        if self._losses is None:
+            return
+        flag = ~loss.detach().isfinite().all()
+        if self.on_nonfinite != "warn" and not _has_scaler(trainer):  # gradients may be finite where the loss is not
             self._bad_loss = flag if self._bad_loss is None else self._bad_loss | flag
+            return
+        number = self._losses.first_nonfinite(flag, self._step)
+        if number is None:
+            return
+        can_repeat = trainer.world_size == 1 and has_whole_modules(trainer)
+        of_all: Agree | None = (lambda flag: flag) if can_repeat else None
+        found = self._origin(trainer, pl_module, of_all) if number == self._step else None
+        self._say(number, f"the loss is not finite at training batch {number}", found)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         self._stalls.note(f"in the optimizer step after step {trainer.global_step}")
-        if self.on_nonfinite == "warn" or getattr(trainer.precision_plugin, "scaler", None) is not None:
+        self._is_over = True
+        if self.on_nonfinite == "warn" or _has_scaler(trainer):
             return
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         flags = [self._bad_loss, any_nonfinite(one.grad for one in parameters if one.grad is not None)]
         self._bad_loss = None
         if not self._agree(trainer, [one for one in flags if one is not None]):
-            self._buffers, self._in_a_row = None, 0
+            self._in_a_row[id(optimizer)] = 0
             return
-        self._in_a_row += 1
-        ends = self.on_nonfinite == "end" or self._in_a_row > self.max_skipped
-        text = self._origin(trainer, pl_module, lambda flag: self._agree(trainer, [flag]), is_asked=ends)
+        self._in_a_row[id(optimizer)] += 1
+        ends = self.on_nonfinite == "end" or self._in_a_row[id(optimizer)] > self.max_skipped
+        found = self._origin(trainer, pl_module, lambda flag: self._agree(trainer, [flag]), is_asked=ends)
+        if self._buffers is not None:
+            if pl_module.automatic_optimization or len(trainer.optimizers) == 1:
+                self._buffers.give_back()
+            else:  # other optimizers of the same batch may have made good steps
+                self._buffers.give_back(lambda buffer: bool(any_nonfinite([buffer])))
         if ends:
+            number, text = found or (self._step, "")
             where = f": {text}" if text else ", in another process" if trainer.world_size > 1 else ""
             before = f", nor are the {self.max_skipped} before" if self.on_nonfinite == "skip" else ""
             raise NonFiniteError(
-                f"training batch {self._step} is not finite{before}{where}. The weights are those before the step"
+                f"training batch {number} is not finite{before}{where}. The weights are those before the step"
             )
-        self._num_skipped += 1
         for one in parameters:
             one.grad = None  # which optimizers leave alone
-        held = self._buffers or {}
-        with torch.no_grad():
-            for name, one in pl_module.named_buffers():
-                if name in held:
-                    one.copy_(held[name])
-        self._say("not finite", f"the update of training batch {self._step} is skipped", text)
+        self._say(self._step, f"the update of training batch {self._step} is skipped", found)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._stalls.note(f"after training batch {batch_idx} of epoch {trainer.current_epoch}, before the next")
         self._step += 1
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if self.on_nonfinite != "skip" and self._losses is not None and self._losses.is_nonfinite(loss):
-            can_repeat = trainer.world_size == 1 and self._losses.is_current
-            text = self._origin(trainer, pl_module, (lambda flag: flag) if can_repeat else None)
-            self._say("not finite", f"the loss is not finite at training batch {self._step - 1}", text)
-        self._batch = None
+        if self.on_nonfinite == "warn":
+            self._begins.clear()
         if self._times is not None and self._parts is not None:
             self._times.note(self._step, self._parts.seconds())
         if self._memory is not None and (grown := self._memory.look(self._step)):
-            self._found("memory", grown)
+            self._found("memory", self._step - 1, grown)
 
     def _agree(self, trainer: L.Trainer, flags: Sequence[Tensor | bool]) -> bool:
         """Return whether any of the flags is set in any process."""
@@ -218,24 +248,30 @@ class Watchdog(L.Callback):
         return bool(agreed)
 
     def _origin(
-        self,
-        trainer: L.Trainer,
-        module: L.LightningModule,
-        of_all: Callable[[bool], bool] | None,
-        is_asked: bool = False,
-    ) -> str:
-        """Say where it begins if that is asked, the first time, and after two, four, eight ... such steps."""
+        self, trainer: L.Trainer, module: L.LightningModule, of_all: Agree | None, is_asked: bool = False
+    ) -> tuple[int, str] | None:
+        """Return the number of the batch in which it begins, and where in it.
+
+        They are looked for if that is asked, the first time, and after two, four, eight ... such steps.
+        """
         self._num_nonfinite += 1
         if self._num_nonfinite & (self._num_nonfinite - 1) and not is_asked:
-            return ""
-        return find_origin(trainer, module, self._batch, self._random_state, of_all)
+            return None
+        for begin in self._begins:  # several where gradients are accumulated
+            text = find_origin(trainer, module, begin, of_all)
+            if text if of_all is None else of_all(bool(text)):
+                return begin.number, text
+        return None
 
-    def _say(self, kind: str, what: str, where: str) -> None:
-        if where or self._num_nonfinite == 1:
-            self._found(kind, f"{what}: {where}" if where else what)
+    def _say(self, number: int, what: str, found: tuple[int, str] | None) -> None:
+        if found is not None and found[1]:
+            batch = f"in batch {found[0]}, " if found[0] != number else ""
+            self._found("not finite", number, f"{what}: {batch}{found[1]}")
+        elif self._num_nonfinite <= 1:
+            self._found("not finite", number, what)
 
-    def _found(self, kind: str, text: str) -> None:
-        self.findings.append(Finding(kind, self._step, text))
+    def _found(self, kind: str, number: int, text: str) -> None:
+        self.findings.append(Finding(kind, number, text))
         _log.warning(text)
 
     def _found_stall(self, text: str) -> None:
@@ -250,7 +286,7 @@ class Watchdog(L.Callback):
         except RuntimeError:  # of the store, where the first process has ended
             return
         for kind, text in found.items():
-            self._found("slow rank" if kind.startswith("rank") else kind, text)
+            self._found("slow rank" if kind.startswith("rank") else kind, self._step, text)
 
     def __getstate__(self) -> dict[str, Any]:
         held = {
@@ -266,31 +302,36 @@ class Watchdog(L.Callback):
 
 
 class _Losses:
-    """Look at losses without waiting for a GPU, from which the answer comes a step later."""
+    """Look at losses without waiting for a GPU, from which the answer comes with a later one."""
 
     def __init__(self) -> None:
-        self._pending: tuple[Tensor, torch.cuda.Event] | None = None
-        self.is_current = True
+        self._pending: tuple[Tensor, torch.cuda.Event, int] | None = None
 
-    def is_nonfinite(self, loss: Any) -> bool:
-        """Return whether the loss is not finite, or on a GPU whether one before it was not."""
-        if not isinstance(loss, Tensor):
-            return False
-        flag = ~loss.detach().isfinite().all()
-        self.is_current = not flag.is_cuda
-        if self.is_current:
-            return bool(flag)
-        found = False
+    def first_nonfinite(self, flag: Tensor, number: int) -> int | None:
+        """Return the number of a batch whose loss is not finite, None without one.
+
+        Args:
+            flag: whether the loss of this batch is not finite.
+            number: of this batch.
+        """
+        if not flag.is_cuda:
+            return number if flag else None
+        found = None
         if self._pending is not None:
-            if not self._pending[1].query():
-                return False
-            found = bool(self._pending[0])
+            on_host, event, before = self._pending
+            if not event.query():
+                return None
+            found = before if on_host else None
         on_host = torch.empty((), dtype=torch.bool, pin_memory=True)
         on_host.copy_(flag, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._pending = (on_host, event)
+        self._pending = (on_host, event, number)
         return found
+
+
+def _has_scaler(trainer: L.Trainer) -> bool:
+    return getattr(trainer.precision_plugin, "scaler", None) is not None
 
 
 def StallMonitor(timeout: float = 120.0) -> Watchdog:

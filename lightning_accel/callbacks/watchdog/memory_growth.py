@@ -106,9 +106,9 @@ def _containers(owners: Mapping[str, Any]) -> Counter[str]:
     return found
 
 
-def _entries(value: Any) -> int:
-    inner = value.values() if isinstance(value, dict) else value
-    return len(value) + sum(len(each) for each in list(inner) if isinstance(each, _CONTAINERS))
+def _entries(value: Any, depth: int = 3) -> int:
+    inner = [each for each in (value.values() if isinstance(value, dict) else value) if isinstance(each, _CONTAINERS)]
+    return len(value) + (sum(_entries(each, depth - 1) for each in inner) if depth > 1 else 0)
 
 
 def _tensors() -> Counter[Kind]:

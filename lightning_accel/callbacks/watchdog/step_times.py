@@ -12,8 +12,7 @@ from lightning_accel.measure.step_parts import PART_NAMES
 _STEPS = 20  # at least between two looks
 _BEHIND = 0.1  # of a step that a process takes longer than most, in two looks in a row
 _STARVED = 0.2  # of the time that the run waits for data, likewise
-_WITH_WAITS = ("backward", "validation", "checkpoints", "rest")  # in which processes wait for each other
-_WITH_COLLECTIVES = ("forward", "optimizer")  # likewise where the strategy shards or splits the module
+_OWN = ("data", "transfer")  # in which no process waits for another
 
 
 class Times(NamedTuple):
@@ -38,19 +37,20 @@ class Times(NamedTuple):
 class StepTimes:
     """Compare where the time of processes goes, through the store of their group, without a collective.
 
-    Each process publishes its times. The first one compares: what a process does itself, until it meets the others in
-    the backward pass, against the median of all.
+    Each process publishes its times. The first one compares how long each takes for its batches, and in the forward
+    pass if it meets no others there, against the median of all. In the other parts of a step processes wait for each
+    other, so that those who are fast take as long.
 
     Args:
         rank: of this process.
         world_size: number of processes.
-        has_collectives: whether processes meet in their forward passes, too, in which times tell nothing then.
+        has_collectives: whether processes meet in their forward passes, as they do where buffers are broadcast.
         num_workers: of the training loader, None where that is not known.
     """
 
     def __init__(self, rank: int, world_size: int, has_collectives: bool, num_workers: int | None) -> None:
         self.rank, self.world_size, self.num_workers = rank, world_size, num_workers
-        self._left_out = _WITH_WAITS + _WITH_COLLECTIVES * has_collectives
+        self._own = _OWN if has_collectives else (*_OWN, "forward")
         self._host = socket.gethostname()
         self._now: Times | None = None
         self._before: dict[int, Times] = {}
@@ -94,7 +94,7 @@ class StepTimes:
 
     def _slow(self, spent: Mapping[int, Times]) -> dict[str, str]:
         own = {
-            rank: {part: time / one.step for part, time in one.parts.items() if part not in self._left_out}
+            rank: {part: time / one.step for part, time in one.parts.items() if part in self._own}
             for rank, one in spent.items()
         }
         totals = {rank: sum(parts.values()) for rank, parts in own.items()}

@@ -1,10 +1,12 @@
 """The watch over fits: steps that are not finite, and what a report says."""
 
 import logging
+from contextlib import nullcontext
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -71,8 +73,7 @@ def test_a_skipped_step_leaves_weights_optimizer_and_batch_norms_as_they_were(op
     found = fit(loader(bad=[2, 3]), watchdog, module=Net(manual), **options)
     expected = fit(loader(left_out=[2, 3]), Watchdog(), module=Net(manual), **options)
     for (name, one), other in zip(found.state_dict().items(), expected.state_dict().values(), strict=True):
-        if not name.endswith("num_batches_tracked"):
-            assert torch.equal(one, other), name
+        assert torch.equal(one, other), name
     assert [one.step for one in watchdog.findings] == [2, 3]
     assert (
         "batch 2 is skipped: the batch itself is not finite: nan in batch[0], samples 1 of 4"
@@ -89,6 +90,88 @@ def test_a_run_ends_before_the_update_and_keeps_its_weights():
     assert torch.equal(module.net[3].weight, expected.net[3].weight)
 
 
+class Counts(Net):
+    """Counts batches in a buffer, averages statistics over all, and has buffers of which the numbers share memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[1] = nn.BatchNorm1d(4, momentum=None)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(0))
+        self.register_buffer("mask", torch.ones(1, 3).expand(2, 3))
+
+    def on_train_batch_end(self, *_):
+        self.seen += 1
+
+    def training_step(self, batch, batch_idx):
+        self.last = batch[0].mean(1)[: 1 + batch_idx % 3]
+        return super().training_step(batch, batch_idx)
+
+
+def test_buffers_of_all_kinds_are_given_back():
+    found = fit(loader(bad=[2, 3]), Watchdog(on_nonfinite="skip"), module=Counts()).state_dict()
+    expected = fit(loader(left_out=[2, 3]), Watchdog(), module=Counts()).state_dict()
+    assert found.pop("seen") == expected.pop("seen") + 2  # after the step
+    for name in found.keys() - {"last"}:
+        assert torch.equal(found[name], expected[name]), name
+
+
+def test_checkpoints_of_runs_that_end_hold_finite_statistics(tmp_path):
+    with pytest.raises(NonFiniteError):
+        fit(loader(bad=[2]), Watchdog(on_nonfinite="end"), ModelCheckpoint(tmp_path, save_on_exception=True),
+            enable_checkpointing=True, default_root_dir=tmp_path)  # fmt: skip
+    (path,) = tmp_path.rglob("*.ckpt")
+    assert all(one.isfinite().all() for one in torch.load(path, weights_only=True)["state_dict"].values())
+
+
+class Pair(L.LightningModule):
+    """Trains two networks by hand, of which one gets what is not finite."""
+
+    def __init__(self, bad):
+        super().__init__()
+        self.nets = nn.ModuleList(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)) for _ in range(2))
+        self.automatic_optimization, self.bad = False, bad
+
+    def training_step(self, batch, batch_idx):
+        for number, optimizer in enumerate(self.optimizers()):
+            x = batch[0] if number != self.bad or batch_idx < 3 else batch[0] * float("nan")
+            optimizer.zero_grad()
+            self.manual_backward(self.nets[number](x).square().mean())
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.Adam(net.parameters(), lr=0.01) for net in self.nets]
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_each_of_several_optimizers_skips_and_counts_for_itself(bad):
+    module = fit(loader(), Watchdog(on_nonfinite="skip"), module=Pair(bad))
+    assert all(one.isfinite().all() for one in module.state_dict().values())
+    assert [net[1].num_batches_tracked for net in module.nets] == [3 if number == bad else 6 for number in range(2)]
+    with pytest.raises(NonFiniteError, match="batch 5 is not finite, nor are the 2 before"):
+        fit(loader(), Watchdog(on_nonfinite="skip", max_skipped=2), module=Pair(bad))
+
+
+@pytest.mark.parametrize("how", ["skip", "end", "warn"])
+def test_the_bad_batch_of_several_whose_gradients_are_summed_is_named(how):
+    watchdog = Watchdog(on_nonfinite=how)
+    with pytest.raises(NonFiniteError, match="batch 1 is not finite: the batch") if how == "end" else nullcontext():
+        fit(loader(bad=[1]), watchdog, accumulate_grad_batches=3)
+    if how == "skip":
+        assert watchdog.findings[0].text.startswith("the update of training batch 2 is skipped: in batch 1, the batch")
+    if how == "warn":
+        assert watchdog.findings[0].text.startswith("the loss is not finite at training batch 1: the batch itself")
+
+
+def test_lbfgs_is_refused_before_training():
+    class Second(Net):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters())
+
+    with pytest.raises(TypeError, match="cannot keep the weights of a step of LBFGS"):
+        fit(loader(), Watchdog(on_nonfinite="skip"), module=Second())
+
+
 def test_a_run_ends_after_too_many_skipped_steps_in_a_row():
     fit(loader(bad=[0, 1, 3, 4]), Watchdog(on_nonfinite="skip", max_skipped=2))
     with pytest.raises(NonFiniteError, match="batch 3 is not finite, nor are the 2 before: the batch itself is not"):
@@ -100,14 +183,14 @@ def test_losses_that_are_not_finite_are_said_once_and_stand_in_the_report(caplog
     with caplog.at_level(logging.WARNING):
         fit(loader(bad=[2]), watchdog, report)
     (finding, second, *_) = watchdog.findings
-    assert finding[:2] == ("not finite", 3)
+    assert finding[:2] == ("not finite", 2)
     assert finding.text == (
         "the loss is not finite at training batch 2: the batch itself is not finite: nan in batch[0], samples 1 of 4"
     )
     assert "weights were not finite before the step: net.0.weight and 5 more" in second.text  # of the update
     assert finding.text in caplog.text
-    assert report.summary.to_dict()["health"][0]["step"] == 3
-    assert "3 times not finite, first at batch 3" in capsys.readouterr().out
+    assert report.summary.to_dict()["health"][0]["step"] == 2
+    assert "3 times not finite, first at batch 2" in capsys.readouterr().out
 
 
 class Odd(Net):
@@ -158,6 +241,33 @@ def test_all_ranks_skip_what_is_not_finite_in_one(kind):
     assert [step for step, _ in bad] == [2, 3]
     assert "nan in batch[0], samples 1 of 4" in bad[0][1]
     assert other == [(2, "the update of training batch 2 is skipped")]
+
+
+class RaisesAgain(Net):
+    """Fails in the second process when the step runs again."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2 and self.global_rank == 1:
+            AGAIN.append(1)
+            if len(AGAIN) > 1:
+                raise ValueError("out of memory")
+        return super().training_step(batch, batch_idx) + (float("nan") if batch_idx == 2 else 0.0)
+
+
+AGAIN: list[int] = []
+
+
+def check_ranks_raise(rank):
+    AGAIN.clear()
+    watchdog = Watchdog(on_nonfinite="skip")
+    fit(loader(), watchdog, module=RaisesAgain(), strategy="ddp", devices=2, use_distributed_sampler=False)
+    return [one.text.partition(": ")[2] for one in watchdog.findings]
+
+
+def test_a_step_that_cannot_be_repeated_in_one_process_holds_up_none():
+    first, second = run_ranks(check_ranks_raise, timeout_s=60)
+    assert first == ["the outputs of all layers are finite, and training_step makes nan of them"]
+    assert second == ["the layer is not known, since the step cannot be repeated: ValueError: out of memory"]
 
 
 class Negative(Net):

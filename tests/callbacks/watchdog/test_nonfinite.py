@@ -1,6 +1,12 @@
 """The layer in which numbers cease to be finite."""
 
+import random
+from collections import namedtuple
+from dataclasses import dataclass
+from enum import Enum
+
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -8,12 +14,15 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_accel.callbacks import Watchdog
-from lightning_accel.callbacks.watchdog.nonfinite import NonFiniteError, any_nonfinite
+from lightning_accel.callbacks.watchdog.nonfinite import NonFiniteError, _in_batch, any_nonfinite
 
 QUIET = {
     "accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
     "enable_checkpointing": False, "max_epochs": 1,
 }  # fmt: skip
+
+
+DRAWN = []
 
 
 class Log(nn.Module):
@@ -46,10 +55,11 @@ class Net(L.LightningModule):
         nn.init.constant_(self.net[0].bias, -1.0)
         self.mean = MeanMetric()
         self.loss = loss or torch.mean
-        self.drawn = []
+        self.steps = []
 
     def training_step(self, batch):
-        self.drawn.append(torch.rand(1).item())
+        DRAWN.append((torch.rand(1).item(), random.random(), np.random.rand()))  # noqa: NPY002
+        self.steps.append(1)
         self.log("loss", loss := self.loss(self.net(batch["x"])))
         self.mean(1.0)
         return {"loss": loss}
@@ -83,8 +93,10 @@ ROOT_OF_LOSS = "the backward pass of what follows net.1 (Linear) makes nan"
 )  # fmt: skip
 def test_the_layer_is_found(layers, loss, where):
     module = Net(*layers, loss=loss)
+    DRAWN.clear()
     assert end_of(module) == where
-    assert module.drawn[0] == module.drawn[1]  # the same numbers are drawn again
+    assert DRAWN[0] == DRAWN[1]  # the same numbers are drawn again
+    assert module.steps == [1]
     assert module.mean.update_count == 1
 
 
@@ -114,11 +126,68 @@ def test_batches_and_weights_come_first():
 def test_steps_that_cannot_be_repeated_say_why():
     class Once(Net):
         def training_step(self, batch):
-            if self.drawn:
+            if DRAWN:
                 raise ValueError("only once")
             return super().training_step(batch)
 
+    DRAWN.clear()
     assert end_of(Once(Log())).endswith("since the step cannot be repeated: ValueError: only once")
+
+
+def test_a_warning_names_the_layer_before_its_weights_are_lost():
+    watchdog = Watchdog()
+    trainer = L.Trainer(**QUIET, callbacks=[watchdog])
+    trainer.fit(Net(Log(), nn.Linear(2, 2)), DataLoader([{"x": torch.ones(2)}] * 2, batch_size=2))
+    (found,) = watchdog.findings
+    assert found.text == (
+        "the loss is not finite at training batch 0: net.1 (Log) makes nan of finite numbers in the forward pass"
+    )
+
+
+class Split(Enum):
+    TRAIN = 1
+
+
+@dataclass
+class Row:
+    x: torch.Tensor
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_batches_of_all_kinds_are_looked_through():
+    nan = torch.tensor([[1.0, 2.0], [float("nan"), 1.0]])
+    circle = {}
+    circle["again"] = circle
+    batches = {
+        "batch['x']": {"split": Split.TRAIN, "circle": circle, "x": nan},
+        "batch[1].x": (torch.tensor([1, 2]), Row(nan)),
+        "batch.second": namedtuple("Pair", "first second")(None, nan),
+        "batch[0]": [torch.complex(torch.ones(2, 2), nan)],
+    }
+    for path, batch in batches.items():
+        assert next(_in_batch(batch)).startswith(f"nan in {path}"), path
+    for sparse in (nan.to_sparse(), nan.to_sparse_csr()):
+        assert list(_in_batch([sparse])) == ["nan in batch[0]"]
+    assert list(_in_batch([torch.eye(3).to_sparse_csr()])) == []
+
+
+def test_layers_in_scripts_are_left_out_and_no_hook_stays():
+    module = Net(torch.jit.script(nn.ReLU()), Log())
+    with torch.no_grad():
+        module.net[0].bias.fill_(-1.0)
+    assert end_of(module) == "net.2 (Log) makes inf of finite numbers in the forward pass"
+    assert not any(one._forward_hooks or one._forward_pre_hooks for one in module.modules() if one is not module.net[1])
+
+
+def test_the_number_of_the_batch_is_that_of_the_step():
+    class Second(Net):
+        def training_step(self, batch, batch_idx):
+            return (self.net(batch["x"]) * (0 if batch_idx == 1 else 1)).abs().log().mean()
+
+    data = [{"x": torch.ones(2)}] * 4
+    trainer = L.Trainer(**QUIET, callbacks=[Watchdog(on_nonfinite="end")])
+    with pytest.raises(NonFiniteError, match="batch 1 is not finite: the outputs of all layers are finite"):
+        trainer.fit(Second(), DataLoader(data, batch_size=2))
 
 
 def test_gradients_of_all_kinds_are_looked_at():
@@ -129,3 +198,5 @@ def test_gradients_of_all_kinds_are_looked_at():
     assert any_nonfinite([torch.tensor([1.0, -float("inf")]).half()])
     sparse = torch.sparse_coo_tensor([[1]], [float("nan")], (3,), check_invariants=True)
     assert any_nonfinite([sparse])
+    assert any_nonfinite([torch.complex(torch.zeros(2), torch.tensor([0.0, float("nan")]))])
+    assert not any_nonfinite([torch.ones(3).to(torch.float8_e4m3fn), torch.ones(2, dtype=torch.int64)])
