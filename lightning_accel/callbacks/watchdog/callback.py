@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -61,8 +61,8 @@ class Watchdog(L.Callback):
       there are more of;
     - losses that are not finite, or with ``on_nonfinite="skip"`` or ``"end"`` gradients, too, before they change the
       weights: whether the batch was not finite (which samples), weights, or the forward or backward pass of a layer
-      (which one). For the layer the step runs again, which leaves no trace; in ``warn`` with one process alone, and on
-      a GPU after the update.
+      (which one). For the layer the step runs again, which leaves no trace. ``warn`` says the layer where one process
+      trains on a CPU, and on a GPU the number of the batch alone.
 
     Each is said once, by a warning of this module's logger, and stands in ``findings``, of which
     :class:`~lightning_accel.callbacks.RunReport` shows a line. By default nothing in it waits for a GPU or for other
@@ -163,7 +163,8 @@ class Watchdog(L.Callback):
         workers = getattr(trainer.train_dataloader, "num_workers", None)
         self._times = StepTimes(trainer.global_rank, trainer.world_size, meets, workers)
         others = [one for one in callbacks_of(trainer, L.Callback) if one is not self]
-        owners = {type(one).__name__: one for one in (*others, getattr(trainer, "datamodule", None), pl_module) if one}
+        owners = {type(one).__name__: one for one in (*others, getattr(trainer, "datamodule", None), pl_module)}
+        owners.pop("NoneType", None)
         self._memory = MemoryGrowth(trainer.strategy.root_device, owners, min(_PERIOD, self.timeout / 4))
 
     def on_train_batch_start(
@@ -192,7 +193,11 @@ class Watchdog(L.Callback):
             return
         can_repeat = trainer.world_size == 1 and has_whole_modules(trainer)
         of_all: Agree | None = (lambda flag: flag) if can_repeat else None
-        found = self._origin(trainer, pl_module, of_all) if number == self._step else None
+        if number == self._step:
+            found = self._origin(trainer, pl_module, of_all)
+        else:  # its batch is gone
+            self._num_nonfinite += 1
+            found = (number, "on_nonfinite='end' says where that begins") if self._num_nonfinite == 1 else None
         self._say(number, f"the loss is not finite at training batch {number}", found)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
@@ -289,23 +294,15 @@ class Watchdog(L.Callback):
             self._found("slow rank" if kind.startswith("rank") else kind, self._step, text)
 
     def __getstate__(self) -> dict[str, Any]:
-        held = {
-            "_parts": None,
-            "_times": None,
-            "_memory": None,
-            "_losses": None,
-            "_batch": None,
-            "_buffers": None,
-            "_bad_loss": None,
-        }
-        return self.__dict__ | held
+        gone = ("_parts", "_times", "_memory", "_losses", "_buffers", "_bad_loss")  # of a fit, or of a device
+        return self.__dict__ | dict.fromkeys(gone) | {"_begins": []}
 
 
 class _Losses:
-    """Look at losses without waiting for a GPU, from which the answer comes with a later one."""
+    """Look at losses without waiting for a GPU, from which the answers come with later ones."""
 
     def __init__(self) -> None:
-        self._pending: tuple[Tensor, torch.cuda.Event, int] | None = None
+        self._pending: deque[tuple[Tensor, torch.cuda.Event, int]] = deque()
 
     def first_nonfinite(self, flag: Tensor, number: int) -> int | None:
         """Return the number of a batch whose loss is not finite, None without one.
@@ -316,18 +313,16 @@ class _Losses:
         """
         if not flag.is_cuda:
             return number if flag else None
-        found = None
-        if self._pending is not None:
-            on_host, event, before = self._pending
-            if not event.query():
-                return None
-            found = before if on_host else None
         on_host = torch.empty((), dtype=torch.bool, pin_memory=True)
         on_host.copy_(flag, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._pending = (on_host, event, number)
-        return found
+        self._pending.append((on_host, event, number))
+        while self._pending and self._pending[0][1].query():
+            was_bad, _, before = self._pending.popleft()
+            if was_bad:
+                return before
+        return None
 
 
 def _has_scaler(trainer: L.Trainer) -> bool:

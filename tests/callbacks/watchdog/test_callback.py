@@ -163,6 +163,20 @@ def test_the_bad_batch_of_several_whose_gradients_are_summed_is_named(how):
         assert watchdog.findings[0].text.startswith("the loss is not finite at training batch 1: the batch itself")
 
 
+@pytest.mark.gpu
+def test_a_gpu_skips_and_warns_without_a_wait():
+    watchdog = Watchdog(on_nonfinite="skip")
+    found = fit(loader(bad=[2, 3]), watchdog, accelerator="gpu", devices=1)
+    expected = fit(loader(left_out=[2, 3]), Watchdog(), accelerator="gpu", devices=1)
+    assert all(torch.equal(one, found.state_dict()[name]) for name, one in expected.state_dict().items())
+    assert "nan in batch[0], samples 1 of 4" in watchdog.findings[0].text
+    warns = Watchdog()
+    fit(loader(bad=[2], count=30), warns, accelerator="gpu", devices=1)
+    assert warns.findings == [
+        ("not finite", 2, "the loss is not finite at training batch 2: on_nonfinite='end' says where that begins")
+    ]
+
+
 def test_lbfgs_is_refused_before_training():
     class Second(Net):
         def configure_optimizers(self):
