@@ -61,7 +61,7 @@ def without_traces(module: L.LightningModule) -> Iterator[None]:
         for part, attributes in plain:
             for name, (value, content) in attributes.items():
                 vars(part)[name] = value
-                if content is not None and value != content:
+                if content is not None:
                     value.clear()
                     (value.extend if isinstance(value, list | deque) else value.update)(content)
 

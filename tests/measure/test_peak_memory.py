@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from lightning_accel.measure.peak_memory import PeakMemory
+from lightning_accel.measure.peak_memory import PeakMemory, resident_bytes
 
 MIB = 2**20
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -39,3 +39,12 @@ def test_children_count_with_what_they_hold_alone():
         child.communicate()
     time.sleep(0.01)
     assert peak.read() - before < 5 * MIB
+
+
+def test_what_is_resident_rises_and_falls():
+    before = resident_bytes(torch.device("cpu"))
+    held = torch.ones(2**24)  # 64 MiB, which glibc gives back at once
+    during = resident_bytes(torch.device("cpu"))
+    assert held.nbytes * 0.9 < during - before < held.nbytes * 1.5
+    del held
+    assert resident_bytes(torch.device("cpu")) < during - 2**25

@@ -27,6 +27,7 @@ from lightning_accel.callbacks.watchdog.nonfinite import (
 )
 from lightning_accel.callbacks.watchdog.stalls import StallWatch
 from lightning_accel.callbacks.watchdog.step_times import StepTimes
+from lightning_accel.data.shards.loader import ShardLoader
 from lightning_accel.measure.run_parts import RunParts
 from lightning_accel.ops.renames import renamed_arguments
 
@@ -64,16 +65,16 @@ class Watchdog(L.Callback):
       (which one). For the layer the step runs again, which leaves no trace. ``warn`` says the layer where one process
       trains on a CPU, and on a GPU the number of the batch alone.
 
-    Each is said once, by a warning of this module's logger, and stands in ``findings``, of which
-    :class:`~lightning_accel.callbacks.RunReport` shows a line. By default nothing in it waits for a GPU or for other
-    processes: those publish their times in the store of their group.
+    Each is said by a warning of this module's logger, once, or again when there is twice as much of it, and stands in
+    ``findings``, of which :class:`~lightning_accel.callbacks.RunReport` shows a line. By default nothing in it waits
+    for a GPU or for other processes: those publish their times in the store of their group.
 
     Args:
         timeout: seconds without any batch, validation, checkpoint or other hook before the first warning.
         on_hang: ``warn`` again after twice as long, and so on, or ``end`` the process with status 1 after the first
             warning, with the stacks of its threads on stderr, so that a launcher starts it again. What a collective
             operation or a loader waits at most is the ``timeout`` of the strategy and of the DataLoader.
-        on_nonfinite: ``warn`` after the step; ``skip`` the updates of a step whose losses or gradients are not finite,
+        on_nonfinite: ``warn`` of losses alone; ``skip`` the updates of a step whose losses or gradients are not finite,
             in all processes, and give buffers such as the statistics of batch norms what they held before; or ``end``
             with a :class:`NonFiniteError` before the update. The last two look at all gradients in each step, which
             takes a pass over them, a wait for the GPU and, with several processes, an exchange of one number. Steps
@@ -160,7 +161,8 @@ class Watchdog(L.Callback):
         self._parts = attach_run_parts(trainer)
         has_buffers = next(pl_module.buffers(), None) is not None  # which DDP broadcasts
         meets = not has_whole_modules(trainer) or has_buffers
-        workers = getattr(trainer.train_dataloader, "num_workers", None)
+        loader = trainer.train_dataloader
+        workers = None if isinstance(loader, ShardLoader) else getattr(loader, "num_workers", None)  # it has threads
         self._times = StepTimes(trainer.global_rank, trainer.world_size, meets, workers)
         others = [one for one in callbacks_of(trainer, L.Callback) if one is not self]
         owners = {type(one).__name__: one for one in (*others, getattr(trainer, "datamodule", None), pl_module)}

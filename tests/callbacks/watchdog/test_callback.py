@@ -212,6 +212,8 @@ class Odd(Net):
 
     def training_step(self, batch, batch_idx):
         loss = nn.functional.mse_loss(self.net(batch[0]), batch[0][:, :2])
+        self.kept = getattr(self, "kept", {})
+        self.kept["last"] = loss.detach() + torch.ones(2)  # which cannot be compared with another
         return loss + (float("nan") if batch[1][0] == 2 else 0.0)
 
 
