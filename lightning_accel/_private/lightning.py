@@ -134,6 +134,11 @@ def timeout_of(strategy: Any) -> timedelta | None:
     return timeout
 
 
+def saves_sharded(strategy: Any) -> bool:
+    """Return whether a ModelParallelStrategy writes sharded checkpoints, which is public only when it is made."""
+    return bool(strategy._save_distributed_checkpoint)
+
+
 def starts_scripts(strategy: Any) -> bool:
     """Return whether each process of a strategy runs the whole script, not a spawned function; no public name tells."""
     return getattr(strategy, "_start_method", "popen") == "popen"

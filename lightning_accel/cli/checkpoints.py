@@ -10,19 +10,18 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_accel._private.lightning import given_version, set_version
-from lightning_accel.callbacks.trainer_callbacks import callbacks_of
 from lightning_accel.cli.errors import UsageError, nearest
 from lightning_accel.cli.run_folder import RunLocks, lock_run_folder, run_folder_of
 from lightning_accel.strategies import AtomicCheckpointIO
-from lightning_accel.strategies.checkpoints.io import newest_checkpoint
+from lightning_accel.strategies.checkpoints.io import checkpoint_folders, checkpoint_io_of, newest_checkpoint
 from lightning_accel.strategies.checkpoints.named_code import code_named_in
 from lightning_accel.strategies.checkpoints.reading import read_checkpoint, require_loadable
+from lightning_accel.strategies.checkpoints.stores import is_remote
 from lightning_accel.strategies.sharding.metadata import METADATA, REST, rejected_object
 
 _MOST_NAMED = 5  # tensors or settings listed in a message
@@ -43,7 +42,7 @@ class Checkpoint:
             UsageError: if the file is missing, damaged, or not a Lightning checkpoint.
         """
         file = Path(path)
-        if path in ("auto", "best", "last", "hpc", "registry") or "://" in path or path.startswith("registry:"):
+        if path in ("auto", "best", "last", "hpc", "registry") or is_remote(path) or path.startswith("registry:"):
             return None
         if file.is_dir():
             if not any((file / name).exists() for name in (REST, METADATA)):
@@ -159,7 +158,7 @@ def find_checkpoint(
     """
     roots = {str(getattr(logger, "root_dir", None) or logger.save_dir) for logger in trainer.loggers}
     roots = roots or {str(Path(trainer.default_root_dir, "checkpoints"))}
-    roots |= {str(folder) for folder in _checkpoint_folders(trainer)}
+    roots |= {*checkpoint_folders(trainer)}
     files = sorted({file for root in roots for file in Path(root).glob("**/*.ckpt")}, key=lambda f: f.stat().st_mtime)
     others: dict[str, None] = {}
     for newest in reversed(files):
@@ -240,11 +239,17 @@ def resume_run(trainer: L.Trainer, locks: RunLocks) -> str | None:
     Every process searches on its own, before the process group exists; whether all found the same is checked later.
 
     Raises:
-        UsageError: if another run uses the folder, or a folder of checkpoints.
+        UsageError: if another run uses the folder, or a folder of checkpoints, or runs lie in a store.
     """
+    if is_remote(root := trainer.default_root_dir):
+        raise UsageError(
+            f"--ckpt_path auto looks for the run's folder on a disk; got --trainer.default_root_dir {root}. Give a "
+            f"folder on a disk, and ModelCheckpoint(dirpath='{root}') for checkpoints that are to lie there"
+        )
     _warn_of_shared_store()
-    for folder in _checkpoint_folders(trainer) if trainer.is_global_zero else []:
-        if "://" not in str(folder):
+    for place in checkpoint_folders(trainer) if trainer.is_global_zero else []:
+        if not is_remote(place):
+            folder = Path(place)
             folder.mkdir(parents=True, exist_ok=True)
             locks.require(folder / ".lock", folder)
     for logger in trainer.loggers:
@@ -255,7 +260,8 @@ def resume_run(trainer: L.Trainer, locks: RunLocks) -> str | None:
             if isinstance(logger, CSVLogger) and trainer.is_global_zero:
                 _rename_old_metrics(Path(logger.log_dir))
     warnings.filterwarnings("ignore", message=r"(Experiment logs|Checkpoint) directory .* not empty")
-    path = newest_checkpoint(_checkpoint_places(trainer))
+    copies = checkpoint_io_of(trainer.strategy).copies if trainer.num_nodes == 1 else None  # others cannot see them
+    path = newest_checkpoint(_checkpoint_places(trainer), copies)
     rank_zero_info("--ckpt_path auto: " + (f"going on from {path}" if path else "no checkpoint yet, a new run begins"))
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     callbacks.append(_RequireSameCheckpoint(path))
@@ -304,7 +310,7 @@ def _rename_old_metrics(folder: Path) -> None:
         path.rename(folder / f"metrics_{number}.csv")
 
 
-def _checkpoint_places(trainer: L.Trainer) -> list[Path]:
+def _checkpoint_places(trainer: L.Trainer) -> list[str | Path]:
     """Return the places of this run's checkpoints: ModelCheckpoint, SaveOnSignal, and Lightning's under Slurm."""
     root = Path(trainer.default_root_dir)
     folder = root
@@ -315,17 +321,13 @@ def _checkpoint_places(trainer: L.Trainer) -> list[Path]:
         else:
             folder = Path(first.save_dir or root, str(first.name), str(first.version))
     places = [folder / "checkpoints"]
-    return [*places, *_checkpoint_folders(trainer), *root.glob("hpc_ckpt_*.ckpt"), *root.glob("signal-step=*.ckpt")]
-
-
-def _checkpoint_folders(trainer: L.Trainer) -> list[Path]:
-    return [Path(keeper.dirpath) for keeper in callbacks_of(trainer, ModelCheckpoint) if keeper.dirpath]
+    return [*places, *checkpoint_folders(trainer), *root.glob("hpc_ckpt_*.ckpt"), *root.glob("signal-step=*.ckpt")]
 
 
 class _RequireSameCheckpoint(L.Callback):
     """Reject a resumption if processes found different checkpoints, and forget the path once it is loaded."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: str | Path | None) -> None:
         self.path = path
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

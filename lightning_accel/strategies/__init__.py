@@ -6,6 +6,7 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_accel.ops.blocks import find_blocks
 from lightning_accel.strategies.checkpoints.atomic import write_atomically
+from lightning_accel.strategies.checkpoints.background import BackgroundCheckpointIO
 from lightning_accel.strategies.checkpoints.io import AtomicCheckpointIO, AtomicModelParallelStrategy
 from lightning_accel.strategies.data_parallel import DataParallelStrategy
 from lightning_accel.strategies.ddp import AccelDDPStrategy
@@ -22,6 +23,7 @@ __all__ = [
     "AccelDDPStrategy",
     "AtomicCheckpointIO",
     "AtomicModelParallelStrategy",
+    "BackgroundCheckpointIO",
     "DataParallelStrategy",
     "FullyShardedStrategy",
     "PipelineStrategy",

@@ -2,7 +2,6 @@
 
 import signal
 import threading
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -16,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_accel._private.lightning import last_saved_step
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of, move_last
+from lightning_accel.strategies.checkpoints.stores import join_location
 
 
 class SaveOnSignal(L.Callback):
@@ -119,7 +119,7 @@ class SaveOnSignal(L.Callback):
             return
         keeper = trainer.checkpoint_callback
         folder = getattr(keeper, "dirpath", None) or trainer.default_root_dir
-        path = Path(folder, f"signal-step={trainer.global_step}.ckpt")
+        path = join_location(folder, f"signal-step={trainer.global_step}.ckpt")
         outdated, self._files = self._files, {str(path): trainer.global_step}
         trainer.save_checkpoint(path)
         for file in outdated.keys() - self._files.keys():

@@ -1,10 +1,11 @@
 """Atomic writing and removal of files and folders: they are complete or absent, even if the process is killed."""
 
 import errno
+import functools
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 
@@ -51,21 +52,36 @@ def write_atomically(
     Raises:
         NotWrittenError: if the disk is full, or may not be written; the message names it.
     """
+    with write_in_parts(path, owner, functools.partial(_then, barrier)) as partial:
+        yield partial
+
+
+@contextmanager
+def write_in_parts(
+    path: str | os.PathLike[str], owner: bool, part: Callable[[], AbstractContextManager[None]]
+) -> Iterator[Path]:
+    """Write as :func:`write_atomically` does, each part of the work in a context of ``part``.
+
+    Raises:
+        NotWrittenError: if the disk is full, or may not be written; the message names it.
+    """
     path = Path(path)
     partial = partial_path(path)
-    if owner:
-        with explain_disk_errors(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _remove(partial)  # left behind by a process that was killed
-    if barrier is not None:
-        barrier()
-    with _remove_on_failure(partial, path, owner):
+    with part():
+        if owner:
+            with explain_disk_errors(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                _remove(partial)  # left behind by a process that was killed
+    with _remove_on_failure(partial, path, owner), part():
         yield partial
-    if barrier is not None:
-        barrier()
-    if owner:
-        with _remove_on_failure(partial, path, owner):
+    with _remove_on_failure(partial, path, owner), part():
+        if owner:
             replace_atomically(partial, path)
+
+
+@contextmanager
+def _then(barrier: Callable[[], object] | None) -> Iterator[None]:
+    yield
     if barrier is not None:
         barrier()
 

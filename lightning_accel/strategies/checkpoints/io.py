@@ -1,19 +1,32 @@
 """Checkpoints written atomically, and the search for the newest undamaged one."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_warn
+from torch.distributed.checkpoint.state_dict_saver import save
 
-from lightning_accel._private.lightning import timeout_of
+from lightning_accel._private.lightning import saves_sharded, timeout_of
 from lightning_accel.strategies.batch_samplers import distribute_sampler
-from lightning_accel.strategies.checkpoints.atomic import find_written, remove_atomically, write_atomically
+from lightning_accel.strategies.checkpoints.agreement import Agreement
+from lightning_accel.strategies.checkpoints.atomic import (
+    find_written,
+    remove_atomically,
+    write_atomically,
+    write_in_parts,
+)
 from lightning_accel.strategies.checkpoints.reading import find_damage, require_loadable, verified_file
+from lightning_accel.strategies.checkpoints.stores import LocalCopies, complete_checkpoints, is_remote
 from lightning_accel.strategies.rendezvous import joining_process_group
+from lightning_accel.strategies.sharding.metadata import REST
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -26,15 +39,59 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     Before reading a file, the checksums of its parts are compared (500 MB in 0.2 s), which ``torch.load`` does not do.
 
-    Paths with a protocol (``s3://``) are left to Lightning; such stores show no object before it is complete.
+    Paths with a protocol (``s3://``), which fsspec opens, are left to Lightning without a ``local_folder``. With one, a
+    checkpoint is written there, atomically, and then uploaded, from the disk in place of the memory, and sharded
+    folders go to stores as well: the part that makes them complete goes last.
+
+    Args:
+        local_folder: a folder on a disk of each machine, for copies of checkpoints whose paths have a protocol. A run
+            that goes on reads the copy unless the store has another version.
+        keep_local: number of copies that stay of each folder of the store.
+
+    Raises:
+        ValueError: if ``keep_local`` is below 1.
     """
 
+    def __init__(self, local_folder: str | Path | None = None, keep_local: int = 2) -> None:
+        super().__init__()
+        if keep_local < 1:
+            raise ValueError(f"keep_local must be at least 1; got {keep_local}")
+        self.copies = None if local_folder is None else LocalCopies(local_folder, keep_local)
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        if _is_remote(path) or storage_options is not None:
-            super().save_checkpoint(checkpoint, path, storage_options)
-            return
-        with write_atomically(path) as partial:
-            torch.save(checkpoint, partial)
+        if storage_options is not None or (is_remote(path) and self.copies is None):
+            write = partial(super().save_checkpoint, path=path, storage_options=storage_options)
+        else:
+            write = partial(self._write_file, path)
+        self._save(checkpoint, path, write)
+
+    def save_sharded(
+        self,
+        state: dict[str, Any],
+        rest: dict[str, Any],
+        path: str | Path,
+        strategy: DDPStrategy | ModelParallelStrategy,
+    ) -> None:
+        """Write a folder with a shard of ``state`` from each process, and ``rest`` of the first one.
+
+        Every process must call it.
+
+        Raises:
+            ValueError: if ``path`` is remote and there is no ``local_folder``.
+        """
+        require_local_folder(self, [path])
+        write = partial(self._write_folder, path, strategy, Agreement(self._group_of(strategy)))
+        self._save({"state": state, "rest": rest}, path, write)
+
+    def local_path(self, path: str | Path) -> Path:
+        """Return the local file or folder that holds a checkpoint, downloading it if it has to be.
+
+        Raises:
+            FileNotFoundError: if there is no such checkpoint.
+            ValueError: if ``path`` is remote and there is no ``local_folder``.
+        """
+        require_local_folder(self, [path])
+        return self.copies.fetch(str(path)) if self.copies is not None and is_remote(path) else find_written(path)
 
     def load_checkpoint(
         self,
@@ -42,29 +99,75 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         map_location: Callable[..., Any] | None = lambda storage, _: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        if _is_remote(path):
+        if is_remote(path) and self.copies is None:
             return super().load_checkpoint(path, map_location, weights_only)
-        found = _written_or_given(path)
+        try:
+            found: str | Path = self.local_path(path)
+        except FileNotFoundError:
+            if is_remote(path):
+                raise
+            found = path  # Lightning reports that it does not exist
         with verified_file(found):
             return super().load_checkpoint(found, map_location, weights_only)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        if _is_remote(path):
+        if not is_remote(path):
+            remove_atomically(path)
+        elif self.copies is None:
             super().remove_checkpoint(path)
         else:
-            remove_atomically(path)
+            self.copies.remove(str(path))
+
+    def _save(self, content: dict[str, Any], path: str | Path, write: Callable[[dict[str, Any]], None]) -> None:
+        write(content)
+
+    def _group_of(self, strategy: Strategy) -> dist.ProcessGroup | None:
+        """Return the process group of the writers; None for the default one."""
+        return None
+
+    def _write_file(self, path: str | Path, checkpoint: dict[str, Any]) -> None:
+        copies = self.copies if is_remote(path) else None
+        with write_atomically(path if copies is None else copies.path_of(str(path))) as file:
+            torch.save(checkpoint, file)
+        if copies is not None:
+            copies.upload_file(str(path))
+
+    def _write_folder(
+        self,
+        path: str | Path,
+        strategy: DDPStrategy | ModelParallelStrategy,
+        agreement: Agreement,
+        content: dict[str, Any],
+    ) -> None:
+        copies = self.copies if is_remote(path) else None
+        place = path if copies is None else copies.path_of(str(path))
+        owner = strategy.is_global_zero if copies is None else strategy.local_rank == 0
+        with write_in_parts(place, owner, agreement.part) as folder:
+            save(content["state"], checkpoint_id=folder, process_group=agreement.group)
+            if strategy.is_global_zero:
+                torch.save(content["rest"], folder / REST)
+        if copies is not None:
+            copies.upload_folder(
+                str(path), strategy.global_rank, strategy.local_rank, strategy.num_processes, agreement
+            )
 
 
 class AtomicModelParallelStrategy(ModelParallelStrategy):
-    """Run Lightning's ``ModelParallelStrategy``, replacing its sharded checkpoint folders atomically."""
+    """Run Lightning's ``ModelParallelStrategy``, replacing its checkpoints, whole or sharded, atomically."""
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        require_loadable(self.broadcast(checkpoint_path), weights_only)
-        return super().load_checkpoint(checkpoint_path, weights_only)
+        path = checkpoint_io_of(self).local_path(self.broadcast(str(checkpoint_path)))
+        require_loadable(path, weights_only)
+        return super().load_checkpoint(path, weights_only)
 
     def setup_environment(self) -> None:
         with joining_process_group(self.cluster_environment, timeout_of(self)):
             super().setup_environment()
+
+    def setup(self, trainer: L.Trainer) -> None:
+        if saves_sharded(self):
+            require_local_folder(checkpoint_io_of(self), checkpoint_folders(trainer))
+        super().setup(trainer)
 
     def process_dataloader(self, dataloader: object) -> object:
         return distribute_sampler(super().process_dataloader(dataloader), **self.distributed_sampler_kwargs)
@@ -72,19 +175,77 @@ class AtomicModelParallelStrategy(ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        path = self.broadcast(filepath)
-        with write_atomically(path, owner=self.is_global_zero, barrier=self.barrier) as partial:
-            super().save_checkpoint(checkpoint, partial, storage_options)
+        reject_storage_options(storage_options)
+        path, writer = self.broadcast(str(filepath)), checkpoint_io_of(self)
+        if saves_sharded(self):
+            states = {f"optimizer_{i}": state for i, state in enumerate(checkpoint.pop("optimizer_states", []))}
+            writer.save_sharded({"state_dict": checkpoint.pop("state_dict"), **states}, checkpoint, path, self)
+        elif self.is_global_zero:
+            writer.save_checkpoint(checkpoint, path)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        if self.is_global_zero:
+            checkpoint_io_of(self).remove_checkpoint(filepath)
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.checkpoint_io.teardown()  # which Lightning's does not call
 
 
-def newest_checkpoint(places: Iterable[str | Path]) -> Path | None:
+def checkpoint_io_of(strategy: Strategy) -> AtomicCheckpointIO:
+    """Return the plug-in that writes a strategy's checkpoints, or one of ours where it has another one."""
+    found = strategy.checkpoint_io
+    return found if isinstance(found, AtomicCheckpointIO) else AtomicCheckpointIO()
+
+
+def checkpoint_folders(trainer: L.Trainer) -> list[str]:
+    """Return the folders of the ModelCheckpoint callbacks that have one."""
+    keepers = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+    return [str(keeper.dirpath) for keeper in keepers if keeper.dirpath]
+
+
+def require_local_folder(io: AtomicCheckpointIO, paths: Iterable[str | Path]) -> None:
+    """Reject remote places of sharded checkpoints, which are copies of local ones.
+
+    Raises:
+        ValueError: if one of the ``paths`` is remote and there is no ``local_folder``.
+    """
+    if io.copies is None and (remote := [path for path in paths if is_remote(path)]):
+        raise ValueError(
+            f"a sharded checkpoint goes to {remote[0]} from a disk of each machine, so a folder there was needed: "
+            'Trainer(plugins=[AtomicCheckpointIO(local_folder="/scratch/checkpoints")]), or BackgroundCheckpointIO'
+        )
+
+
+def reject_storage_options(options: Any) -> None:
+    """Raise an error if there are options for a CheckpointIO, which does not write sharded checkpoints.
+
+    Raises:
+        TypeError: if there are any.
+    """
+    if options is not None:
+        raise TypeError("storage_options go to a CheckpointIO, which sharded checkpoints do not use; leave them out")
+
+
+def newest_checkpoint(places: Iterable[str | Path], copies: LocalCopies | None = None) -> str | Path | None:
     """Return the undamaged checkpoint that was written last among ``places`` and the folders among them, if any.
 
     Newer checkpoints that are damaged, such as incomplete files that other writers leave, are skipped with a warning.
+
+    Args:
+        places: files, folders, and URLs of folders in stores, where those are found that are complete.
+        copies: local copies of what stores hold, for checkpoints whose upload was cut off.
     """
-    found = [path for place in places for path in _candidates(Path(place)) if path.exists()]
-    for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
-        damage = find_damage(path)
+    found: list[tuple[float, str | Path]] = []
+    for place in places:
+        if is_remote(place):
+            found += complete_checkpoints(str(place))
+            found += [] if copies is None else copies.cut_off(str(place))
+        else:
+            local = [path for path in _candidates(Path(place)) if path.exists()]
+            found += [(path.stat().st_mtime_ns / 1e9, path) for path in local]
+    for _, path in sorted(found, key=lambda each: each[0], reverse=True):
+        damage = "" if isinstance(path, str) else find_damage(path)
         if not damage:
             return path
         rank_zero_warn(f"the checkpoint {path} is passed over, since it is damaged: {damage}")
@@ -96,14 +257,3 @@ def _candidates(folder: Path) -> list[Path]:
         return [folder]
     replaced = [path.with_name(path.name[1 : -len(".replaced")]) for path in folder.glob("**/.*.ckpt.replaced")]
     return [*folder.glob("**/*.ckpt"), *(find_written(path) for path in replaced if not path.exists())]
-
-
-def _written_or_given(path: str | Path) -> str | Path:
-    try:
-        return find_written(path)
-    except FileNotFoundError:
-        return path  # Lightning reports that it does not exist
-
-
-def _is_remote(path: str | Path) -> bool:
-    return "://" in str(path)

@@ -14,7 +14,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -23,8 +22,14 @@ from lightning_accel._private.lightning import layer_sync_of, starts_scripts, ti
 from lightning_accel.ops.blocks import find_blocks
 from lightning_accel.ops.names import list_of_names
 from lightning_accel.strategies.batch_samplers import require_distributable_batches
-from lightning_accel.strategies.checkpoints.atomic import find_written, remove_atomically, write_atomically
+from lightning_accel.strategies.checkpoints.io import (
+    checkpoint_folders,
+    checkpoint_io_of,
+    reject_storage_options,
+    require_local_folder,
+)
 from lightning_accel.strategies.checkpoints.reading import read_checkpoint, require_loadable
+from lightning_accel.strategies.checkpoints.stores import is_remote
 from lightning_accel.strategies.gradients import clip_grad_norm_
 from lightning_accel.strategies.rendezvous import joining_process_group
 from lightning_accel.strategies.sharding.blocks import (
@@ -134,10 +139,12 @@ class FullyShardedStrategy(DDPStrategy):
         """Shard the module, then create its optimizers."""
         assert self.accelerator is not None
         assert self.lightning_module is not None
+        module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
         require_distributable_batches(trainer)
+        if fitting and self.checkpoints == "sharded":
+            require_local_folder(checkpoint_io_of(self), checkpoint_folders(trainer))
         _reject_weight_averaging(trainer)
-        module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         self._has_failed = False
         if sync := layer_sync_of(self):  # in evaluation too, where it changes nothing: it must precede the sharding
             module = sync.apply(module)  # type: ignore[assignment]
@@ -267,34 +274,31 @@ class FullyShardedStrategy(DDPStrategy):
         if self.checkpoints == "whole":
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        if storage_options is not None:
-            raise TypeError(
-                "storage_options go to a CheckpointIO, which sharded checkpoints do not use; leave them out"
-            )
+        reject_storage_options(storage_options)
         assert self.lightning_module is not None
-        path = Path(self.broadcast(str(filepath)))
+        path = self.broadcast(str(filepath))
         optimizers = self.optimizers if "optimizer_states" in checkpoint else []
         state = local_state(self.lightning_module, optimizers)
         rest = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
-        with write_atomically(path, self.is_global_zero, self.barrier) as folder:
-            save(state, checkpoint_id=folder)
-            if self.is_global_zero:
-                torch.save(rest, folder / REST)
+        checkpoint_io_of(self).save_sharded(state, rest, path, self)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         if self.checkpoints == "whole":
             super().remove_checkpoint(filepath)
         elif self.is_global_zero:
-            remove_atomically(filepath)
+            checkpoint_io_of(self).remove_checkpoint(filepath)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a file or a folder; weights and optimizer states of a folder are loaded after the model is sharded."""
         self._folder_to_load = None
-        found = checkpoint_path if "://" in str(checkpoint_path) else find_written(checkpoint_path)
+        writer = checkpoint_io_of(self)
+        if is_remote(checkpoint_path) and writer.copies is None:  # a whole one, which Lightning reads
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        found = writer.local_path(checkpoint_path)
         if not is_sharded_checkpoint(found):
             return super().load_checkpoint(checkpoint_path, weights_only)
         require_loadable(found, weights_only)
-        self._folder_to_load = Path(found)
+        self._folder_to_load = found
         return read_checkpoint(self._folder_to_load / REST, weights_only) | {"state_dict": {}, "optimizer_states": []}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

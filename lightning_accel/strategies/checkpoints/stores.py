@@ -1,0 +1,245 @@
+"""Checkpoints in object stores, each of which has a copy on a disk of the machine that wrote or read it."""
+
+import hashlib
+import os
+import re
+import socket
+from collections.abc import Iterator
+from datetime import timezone
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from filelock import FileLock
+
+from lightning_accel.strategies.checkpoints.agreement import Agreement
+from lightning_accel.strategies.checkpoints.atomic import (
+    NotWrittenError,
+    explain_disk_errors,
+    remove_atomically,
+    write_atomically,
+)
+from lightning_accel.strategies.checkpoints.reading import require_undamaged
+from lightning_accel.strategies.sharding.metadata import METADATA, REST
+
+
+def is_remote(path: str | Path) -> bool:
+    """Return whether ``path`` is a URL, such as ``s3://bucket/run``."""
+    return "://" in str(path)
+
+
+def join_location(folder: str | Path, name: str) -> str | Path:
+    """Return the file ``name`` of a folder or URL; a ``Path`` would take one slash of a URL away."""
+    return f"{str(folder).rstrip('/')}/{name}" if is_remote(folder) else Path(folder, name)
+
+
+def open_store(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    """Return the file system of a URL, which has forgotten what it listed before, and the path in it.
+
+    Raises:
+        ImportError: if the file system needs a package that is not installed.
+        ValueError: if there is no file system for the protocol.
+    """
+    try:
+        fs, path = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise type(error)(f"{url} cannot be opened: {error}") from error
+    fs.invalidate_cache()
+    return fs, path.rstrip("/")
+
+
+def complete_checkpoints(url: str) -> Iterator[tuple[float, str]]:
+    """Yield the complete checkpoints below a URL with the time at which they were written, in seconds since 1970.
+
+    Stores show no file before it is complete, and the part that is written last makes a folder complete.
+    """
+    fs, root = open_store(url)
+    for path in fs.find(root):
+        whole = path.removesuffix(f"/{REST}")
+        folder, _, name = whole.rpartition("/")
+        if shown := re.fullmatch(r"\.(.+\.ckpt)\.partial", name) if whole != path else None:
+            name = shown[1]  # see LocalCopies.upload_folder
+        if name.endswith(".ckpt") and ".ckpt/" not in f"{folder}/":
+            yield _written_at(fs, path), f"{url.rstrip('/')}{folder.removeprefix(root)}/{name}"
+
+
+class LocalCopies:
+    """Keep copies of checkpoints of an object store on a local disk.
+
+    A checkpoint is written to the disk first, and uploaded from there. Reading one takes the copy, unless the store has
+    another version by now, and downloads what is missing otherwise, once for all processes of the machine.
+
+    Args:
+        folder: a folder on a disk of this machine. Machines may also share one disk.
+        keep: number of checkpoints of a folder of the store, the newest, whose copies stay.
+    """
+
+    def __init__(self, folder: str | Path, keep: int) -> None:
+        self.folder = Path(folder).expanduser().absolute()
+        self.keep = keep
+
+    def path_of(self, url: str) -> Path:
+        """Return the place of the copy, which belongs to this machine alone."""
+        parent, _, name = url.rstrip("/").rpartition("/")
+        return self.folder / hashlib.sha256(f"{socket.gethostname()} {parent}".encode()).hexdigest()[:16] / name
+
+    def upload_file(self, url: str) -> None:
+        """Copy a file to the store, which shows it once all of it is there."""
+        fs, path = open_store(url)
+        _put(fs, self.path_of(url), path)
+        self._note_version(url, fs, path)
+        self._remove_old(url)
+
+    def upload_folder(self, url: str, rank: int, local_rank: int, local_size: int, agreement: Agreement) -> None:
+        """Copy a sharded checkpoint to the store, ``local_size`` processes of each machine a part of its files each.
+
+        What the store holds under that name stays readable until the new version is complete: a store cannot rename
+        folders, so the new version is uploaded under a hidden name, and copied within the store.
+        """
+        fs, path = open_store(url)
+        copy, hidden = self.path_of(url), _hidden(path)
+        with agreement.part():
+            target = hidden if fs.exists(path) else path
+        with agreement.part():
+            if rank == 0:
+                _remove_folder(fs, hidden)  # of a process that was killed
+        with agreement.part():
+            names = sorted(file.name for file in copy.iterdir() if file.name not in (METADATA, REST))
+            for name in names[local_rank::local_size]:
+                _put(fs, copy / name, f"{target}/{name}")
+        with agreement.part():
+            if rank == 0:
+                for name in (METADATA, REST):
+                    _put(fs, copy / name, f"{target}/{name}")
+                if target == hidden:
+                    _replace_folder(fs, path, hidden)
+        with agreement.part():
+            if local_rank == 0:
+                self._note_version(url, fs, path)
+                self._remove_old(url)
+
+    def fetch(self, url: str) -> Path:
+        """Return a local copy of a checkpoint, downloading what is missing.
+
+        Raises:
+            FileNotFoundError: if neither the store nor this machine has it.
+            DamagedCheckpointError: if what was downloaded is damaged.
+        """
+        fs, path = open_store(url)
+        copy = self.path_of(url)
+        with explain_disk_errors(copy):
+            copy.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(copy.with_name(f".{copy.name}.lock")):
+            place = next((one for one in (path, _hidden(path)) if _is_complete(fs, one)), None)
+            if place is None:
+                if copy.exists() and not self._version_file(url).exists():
+                    return copy  # its upload was cut off
+                raise FileNotFoundError(f"no checkpoint {url}, or only a part of one")
+            is_current = copy.exists() and self._noted_version(url) == _version(fs, place)
+            if fs.isdir(place):
+                sizes = {info["name"].rpartition("/")[2]: info["size"] for info in fs.find(place, detail=True).values()}
+                if is_current:  # of this machine's processes; others have written shards, too
+                    _get_missing(fs, place, sizes, copy)
+                else:
+                    with write_atomically(copy) as folder:
+                        folder.mkdir()
+                        fs.get([f"{place}/{name}" for name in sizes], [str(folder / name) for name in sizes])
+            elif not is_current:
+                with write_atomically(copy) as file:
+                    fs.get_file(place, str(file))
+            require_undamaged(copy)
+            self._note_version(url, fs, place)
+        self._remove_old(url)
+        return copy
+
+    def remove(self, url: str) -> None:
+        """Remove a checkpoint from the store, and its copy."""
+        fs, path = open_store(url)
+        if fs.isfile(path):
+            fs.rm_file(path)
+        else:
+            for each in (path, _hidden(path)):
+                _remove_folder(fs, each)
+        self._remove_copy(self.path_of(url))
+
+    def cut_off(self, url: str) -> Iterator[tuple[float, str]]:
+        """Yield complete copies, directly below a URL, that did not reach the store, as URLs with their times."""
+        for copy in self.path_of(f"{url.rstrip('/')}/_").parent.glob("*.ckpt"):
+            of_copy = f"{url.rstrip('/')}/{copy.name}"
+            if not self._version_file(of_copy).exists():
+                yield copy.stat().st_mtime, of_copy
+
+    def _version_file(self, url: str) -> Path:
+        copy = self.path_of(url)
+        return copy.with_name(f".{copy.name}.version")
+
+    def _noted_version(self, url: str) -> str:
+        file = self._version_file(url)
+        return file.read_text() if file.exists() else ""
+
+    def _note_version(self, url: str, fs: fsspec.AbstractFileSystem, path: str) -> None:
+        fs.invalidate_cache()
+        with write_atomically(self._version_file(url)) as file:
+            file.write_text(_version(fs, path))
+
+    def _remove_old(self, url: str) -> None:
+        copies = sorted(self.path_of(url).parent.glob("*.ckpt"), key=lambda copy: copy.stat().st_mtime)
+        for copy in copies[: -self.keep]:
+            self._remove_copy(copy)
+
+    def _remove_copy(self, copy: Path) -> None:
+        remove_atomically(copy)
+        for kind in ("version", "lock"):
+            copy.with_name(f".{copy.name}.{kind}").unlink(missing_ok=True)
+
+
+def _hidden(path: str) -> str:
+    folder, _, name = path.rpartition("/")
+    return f"{folder}/.{name}.partial"
+
+
+def _put(fs: fsspec.AbstractFileSystem, file: Path, path: str) -> None:
+    fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+    fs.put_file(str(file), path)
+    fs.invalidate_cache(path.rpartition("/")[0])
+    if (stored := fs.size(path)) != (size := os.path.getsize(file)):
+        raise NotWrittenError(f"{fs.unstrip_protocol(path)} has {stored} bytes after {size} of {file} were uploaded")
+
+
+def _get_missing(fs: fsspec.AbstractFileSystem, path: str, sizes: dict[str, int], folder: Path) -> None:
+    for name, size in sizes.items():
+        file = folder / name
+        if not file.is_file() or file.stat().st_size != size:
+            with write_atomically(file) as partial:
+                fs.get_file(f"{path}/{name}", str(partial))
+
+
+def _is_complete(fs: fsspec.AbstractFileSystem, path: str) -> bool:
+    return bool(fs.isfile(path) or fs.isfile(f"{path}/{REST}"))
+
+
+def _replace_folder(fs: fsspec.AbstractFileSystem, path: str, new: str) -> None:
+    _remove_folder(fs, path)
+    fs.makedirs(path, exist_ok=True)
+    names = [name.rpartition("/")[2] for name in fs.find(new)]
+    for name in sorted(names, key=lambda name: name == REST):  # which makes it complete
+        fs.cp_file(f"{new}/{name}", f"{path}/{name}")
+    _remove_folder(fs, new)
+
+
+def _remove_folder(fs: fsspec.AbstractFileSystem, path: str) -> None:
+    fs.invalidate_cache()
+    if fs.isfile(f"{path}/{REST}"):
+        fs.rm_file(f"{path}/{REST}")  # first, so that no part of it looks complete
+    if fs.exists(path):
+        fs.rm(path, recursive=True)
+
+
+def _version(fs: fsspec.AbstractFileSystem, path: str) -> str:
+    file = path if fs.isfile(path) else f"{path}/{REST}"
+    return f"{fs.size(file)} {_written_at(fs, file)}"
+
+
+def _written_at(fs: fsspec.AbstractFileSystem, path: str) -> float:
+    found: Any = fs.modified(path)
+    return float((found if found.tzinfo else found.replace(tzinfo=timezone.utc)).timestamp())

@@ -1,0 +1,254 @@
+"""Checkpoints that a thread writes: their moment, their order, failures, and all strategies that write some."""
+
+import pickle
+import threading
+import time
+from functools import partial
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+import tests.store  # noqa: F401
+from lightning_accel import ExactResume, FullyShardedStrategy, SaveOnSignal
+from lightning_accel.strategies import AtomicCheckpointIO, BackgroundCheckpointIO
+from lightning_accel.strategies.checkpoints.atomic import NotWrittenError
+from lightning_accel.strategies.checkpoints.io import newest_checkpoint
+from tests.ranks import run_ranks
+from tests.recovery_job import Job, ShardedJob
+from tests.recovery_job import local_state as parts_of
+
+
+class Gated(BackgroundCheckpointIO):
+    """Write when told to, and only then."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = threading.Semaphore(0)
+
+    def _write_file(self, path, checkpoint):
+        assert self.gate.acquire(timeout=60)
+        super()._write_file(path, checkpoint)
+
+
+@pytest.fixture
+def gated():
+    io = Gated()
+    yield io
+    for _ in range(9):
+        io.gate.release()
+    io.teardown()
+
+
+def test_a_checkpoint_is_of_the_moment_it_was_saved_at(tmp_path, gated):
+    weight = torch.arange(4.0)
+    state = {"weight": weight, "tied": weight[1:], "loops": {"steps": [1]}, "half": weight.bfloat16()}
+    gated.save_checkpoint(state, tmp_path / "a.ckpt")
+    weight.zero_()
+    state["loops"]["steps"].append(2)
+    assert not (tmp_path / "a.ckpt").exists()
+    gated.gate.release()
+    found = gated.load_checkpoint(tmp_path / "a.ckpt")  # waits for it
+    assert found["weight"].tolist() == [0, 1, 2, 3]
+    assert found["half"].tolist() == [0, 1, 2, 3]
+    assert found["loops"] == {"steps": [1]}
+    found["weight"][3] = 7
+    assert found["tied"].tolist() == [1, 2, 7]
+    weight.fill_(5)
+    gated.gate.release()
+    gated.save_checkpoint(state, tmp_path / "a.ckpt")  # into the memory of the first copy
+    assert gated.load_checkpoint(tmp_path / "a.ckpt")["tied"].tolist() == [5, 5, 5]
+
+
+def test_an_old_checkpoint_stays_until_the_new_one_is_there(tmp_path, gated):
+    old, new = tmp_path / "old.ckpt", tmp_path / "new.ckpt"
+    gated.gate.release()
+    gated.save_checkpoint({"step": 1}, old)
+    gated.wait()
+    gated.save_checkpoint({"step": 2}, new)
+    gated.remove_checkpoint(old)
+    time.sleep(0.05)
+    assert old.exists()
+    gated.gate.release()
+    gated.wait()
+    assert not old.exists()
+    assert new.exists()
+
+
+def test_two_copies_are_held_and_no_third(tmp_path, gated):
+    for step in range(2):
+        gated.save_checkpoint({"step": step}, tmp_path / f"{step}.ckpt")
+    third = threading.Thread(target=gated.save_checkpoint, args=({"step": 2}, tmp_path / "2.ckpt"))
+    third.start()
+    third.join(0.1)
+    assert third.is_alive()
+    gated.gate.release()
+    third.join(60)
+    assert not third.is_alive()
+    assert [*tmp_path.iterdir()] == [tmp_path / "0.ckpt"]
+
+
+@pytest.mark.filterwarnings("ignore:.*Older ones stay:UserWarning")
+def test_a_failure_is_told_removes_nothing_and_ends_the_run(tmp_path, monkeypatch, recwarn):
+    io, old = BackgroundCheckpointIO(), tmp_path / "old.ckpt"
+    io.save_checkpoint({"step": 1}, old)
+    io.wait()
+    with monkeypatch.context() as context:
+        context.setattr(torch, "save", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        io.save_checkpoint({"step": 2}, tmp_path / "new.ckpt")
+        io.remove_checkpoint(old)
+        with pytest.raises(NotWrittenError, match=r"new.ckpt could not be written: the disk of .* is full"):
+            io.wait()
+        assert [*tmp_path.iterdir()] == [old]
+        assert f"the checkpoint {tmp_path / 'new.ckpt'} could not be written" in str(recwarn.list[0].message)
+        io.save_checkpoint({"step": 3}, tmp_path / "new.ckpt")
+        while io._pending and not io._pending[-1].done():
+            time.sleep(0.01)
+        with pytest.raises(NotWrittenError):
+            io.save_checkpoint({"step": 4}, tmp_path / "newer.ckpt")
+        io.save_checkpoint({"step": 5}, tmp_path / "newer.ckpt")
+        with pytest.raises(NotWrittenError):
+            io.teardown()
+    io.teardown()
+
+
+def test_what_cannot_be_copied_is_written_at_once(tmp_path):
+    io = BackgroundCheckpointIO()
+    for number in range(3):  # more than the copies that are held
+        with pytest.warns(UserWarning, match=r"a\.ckpt is written while training waits.*cannot be copied"):
+            io.save_checkpoint({"sparse": torch.eye(3).to_sparse(), "number": number}, tmp_path / "a.ckpt")
+        assert torch.load(tmp_path / "a.ckpt")["number"] == number
+    io.save_checkpoint({"dense": torch.eye(3)}, tmp_path / "b.ckpt")
+    io.teardown()
+    assert torch.load(tmp_path / "b.ckpt")["dense"].equal(torch.eye(3))
+
+
+def test_the_checkpoint_before_a_requeue_is_there_when_it_returns(tmp_path, gated):
+    gated.gate.release()
+    gated.save_checkpoint({"step": 1}, tmp_path / "hpc_ckpt_1.ckpt")
+    assert (tmp_path / "hpc_ckpt_1.ckpt").exists()
+    assert pickle.loads(pickle.dumps(BackgroundCheckpointIO()))  # as when processes are spawned
+
+
+class Slow(BackgroundCheckpointIO):
+    def _write_file(self, path, checkpoint):
+        time.sleep(0.1)
+        super()._write_file(path, checkpoint)
+
+
+class Stopping(L.Callback):
+    def __init__(self, error):
+        self.error = error
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 3:
+            raise self.error
+
+
+def boring(tmp_path, io, *callbacks, **options):
+    keeper = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_last=True, save_top_k=1)
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=5, callbacks=[keeper, *callbacks], plugins=[io], logger=False, limit_val_batches=0,
+        enable_progress_bar=False, enable_model_summary=False, **options,
+    )  # fmt: skip
+    return trainer, BoringModel()
+
+
+@pytest.mark.parametrize("error", [SystemExit(143), ValueError("a mistake")])
+def test_a_run_that_ends_early_leaves_what_was_saved(tmp_path, error):
+    trainer, module = boring(tmp_path, Slow(), Stopping(error), SaveOnSignal())
+    with pytest.raises(type(error)):
+        trainer.fit(module)
+    assert {path.name for path in tmp_path.iterdir()} == {"step=3.ckpt", "last.ckpt"}
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 3
+    weights = torch.load(tmp_path / "step=3.ckpt", weights_only=True)["state_dict"]
+    assert weights["layer.weight"].equal(module.layer.weight)
+
+
+def test_a_foreign_run_is_equal_with_and_without_a_thread(tmp_path):
+    ends = []
+    for io in (AtomicCheckpointIO(), Slow()):
+        torch.manual_seed(1)
+        folder = tmp_path / type(io).__name__
+        trainer, module = boring(folder, io)
+        trainer.fit(module)
+        trainer.test(module, ckpt_path="best", verbose=False)
+        assert {path.name for path in folder.iterdir()} == {"step=5.ckpt", "last.ckpt"}
+        ends.append(torch.load(folder / "step=5.ckpt", weights_only=True))
+    assert ends[0]["state_dict"]["layer.weight"].equal(ends[1]["state_dict"]["layer.weight"])
+    assert ends[0]["loops"] == ends[1]["loops"]
+
+
+STRATEGIES = {
+    "ddp": ("ddp", Job),
+    "accel_fsdp2": ("accel_fsdp2", Job),
+    "accel_fsdp2, sharded": (partial(FullyShardedStrategy, checkpoints="sharded"), Job),
+    "accel_model_parallel": ("accel_model_parallel", ShardedJob),
+    "accel_pipeline": ("accel_pipeline", Job),
+}
+
+
+def check_resumed(rank, folder, name, place):
+    """Train, save in the background at each step, and end; then go on from the newest checkpoint."""
+    strategy, job = STRATEGIES[name]
+    ends = []
+    for io, kept, steps in (
+        (AtomicCheckpointIO(), [folder / "at once"], (6,)),
+        (BackgroundCheckpointIO(folder / "copies"), place, (3, 6)),
+    ):
+        [kept] = kept
+        for number in steps:
+            torch.manual_seed(5)
+            module = job(folder)
+            keeper = ModelCheckpoint(kept, "{step}", every_n_train_steps=1, save_last=True, save_top_k=1)
+            trainer = L.Trainer(
+                accelerator="cpu", devices=2, strategy=strategy() if callable(strategy) else strategy, logger=False,
+                max_steps=number, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+                callbacks=[keeper, ExactResume()], plugins=[io],
+            )  # fmt: skip
+            if dist.is_initialized():
+                dist.barrier()  # the first process alone writes, and waits for, whole checkpoints
+            newest = None if number == steps[0] else newest_checkpoint([kept])
+            trainer.fit(module, module.loader(2), ckpt_path=newest)
+        ends.append(parts_of(module))
+    assert ends[0].keys() == ends[1].keys()
+    for part, value in ends[0].items():
+        assert value.equal(ends[1][part]), part
+    return str(newest)
+
+
+@pytest.mark.parametrize(
+    ("name", "in_store"),
+    [
+        ("accel_fsdp2, sharded", True),
+        ("accel_fsdp2, sharded", False),
+        ("ddp", True),
+        ("accel_model_parallel", True),
+        pytest.param("accel_fsdp2", False, marks=pytest.mark.slow),
+        pytest.param("accel_pipeline", True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_goes_on_from_what_was_written_in_the_background(tmp_path, name, in_store):
+    place = f"store://{tmp_path}/bucket/run" if in_store else tmp_path / "kept"
+    for newest in run_ranks(check_resumed, tmp_path, name, [place], timeout_s=40):
+        assert newest.startswith(str(place))
+        assert "step=3.ckpt" in newest or "last.ckpt" in newest
+    names = {path.name for path in (tmp_path / ("bucket/run" if in_store else "kept")).iterdir()}
+    assert names == {"step=6.ckpt", "last.ckpt"}
+
+
+def check_needs_folder(rank, folder):
+    keeper = ModelCheckpoint(f"store://{folder}/bucket", every_n_train_steps=1)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2, strategy=FullyShardedStrategy(checkpoints="sharded"), max_steps=1, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[keeper],
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"goes to store://.* from a disk of each machine.*local_folder="):
+        trainer.fit(Job(folder), Job(folder).loader(2))
+
+
+def test_sharded_checkpoints_for_a_store_need_a_local_folder(tmp_path):
+    run_ranks(check_needs_folder, tmp_path)

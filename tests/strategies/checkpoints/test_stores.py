@@ -1,0 +1,186 @@
+"""Checkpoints in stores: what is complete, what a killed upload leaves, and when a local copy is taken."""
+
+import re
+import shutil
+from contextlib import nullcontext, suppress
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from lightning_accel.strategies import AtomicCheckpointIO, BackgroundCheckpointIO
+from lightning_accel.strategies.checkpoints.atomic import NotWrittenError
+from lightning_accel.strategies.checkpoints.io import newest_checkpoint
+from lightning_accel.strategies.checkpoints.reading import DamagedCheckpointError, find_damage
+from lightning_accel.strategies.checkpoints.stores import LocalCopies, complete_checkpoints
+from lightning_accel.strategies.sharding.metadata import REST
+from tests.store import Store
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+class Alone:
+    """The agreement of one process."""
+
+    group = None
+
+    def part(self):
+        return nullcontext()
+
+
+def write_folder(path: Path, number: int) -> None:
+    path.mkdir(parents=True)
+    save({"weight": torch.full((5,), float(number))}, checkpoint_id=path)
+    torch.save({"global_step": number}, path / REST)
+
+
+def number_in(path: Path) -> int:
+    assert find_damage(path) == ""
+    return torch.load(path / REST if path.is_dir() else path, weights_only=True)["global_step"]
+
+
+@pytest.fixture
+def url(tmp_path):
+    return f"store://{tmp_path}/bucket/run"
+
+
+def io_of(tmp_path, machine="here", keep=2):
+    return AtomicCheckpointIO(tmp_path / machine, keep)
+
+
+def test_a_copy_is_taken_unless_the_store_has_another_version(tmp_path, url, monkeypatch):
+    here, there = io_of(tmp_path), io_of(tmp_path, "there")
+    here.save_checkpoint({"global_step": 1}, f"{url}/last.ckpt")
+    with monkeypatch.context() as context:
+        context.setattr(Store, "get_file", None)
+        assert here.load_checkpoint(f"{url}/last.ckpt") == {"global_step": 1}
+    assert there.load_checkpoint(f"{url}/last.ckpt") == {"global_step": 1}
+    there.save_checkpoint({"global_step": 2}, f"{url}/last.ckpt")
+    assert here.load_checkpoint(f"{url}/last.ckpt") == {"global_step": 2}
+    here.remove_checkpoint(f"{url}/last.ckpt")
+    here.remove_checkpoint(f"{url}/last.ckpt")
+    assert not [*(tmp_path / "bucket/run").iterdir()]
+    for machine in (here, there):
+        with pytest.raises(FileNotFoundError, match=re.escape(f"no checkpoint {url}/last.ckpt")):
+            machine.load_checkpoint(f"{url}/last.ckpt")
+
+
+def test_the_newest_copies_stay(tmp_path, url):
+    io = io_of(tmp_path, keep=2)
+    for step in range(1, 5):
+        io.save_checkpoint({"global_step": step}, f"{url}/step={step}.ckpt")
+    assert {path.name for path in (tmp_path / "here").glob("*/[!.]*")} == {"step=3.ckpt", "step=4.ckpt"}
+    assert len([*(tmp_path / "here").glob("*/.*")]) == 2  # their versions
+    assert io.load_checkpoint(f"{url}/step=1.ckpt") == {"global_step": 1}
+    assert {path.name for path in (tmp_path / "here").glob("*/[!.]*")} == {"step=1.ckpt", "step=4.ckpt"}
+    with pytest.raises(ValueError, match="keep_local must be at least 1; got 0"):
+        BackgroundCheckpointIO(tmp_path, 0)
+
+
+class Cut(Exception):
+    pass
+
+
+def cut_after(number, monkeypatch):
+    """Let the store do ``number`` operations that change it, and none after those, as if the process was killed."""
+    left = [number]
+
+    def limited(done):
+        def operation(self, *arguments, **options):
+            left[0] -= 1
+            if left[0] < 0:
+                raise Cut
+            return done(self, *arguments, **options)
+
+        return operation
+
+    for name in ("put_file", "cp_file", "rm_file", "rm"):
+        monkeypatch.setattr(Store, name, limited(getattr(Store, name)))
+
+
+@pytest.mark.parametrize("old", [None, 1])
+def test_an_upload_cut_anywhere_leaves_the_old_folder_or_the_new_one(tmp_path, url, monkeypatch, old):
+    found = []
+    for operations in range(40):
+        shutil.rmtree(tmp_path)
+        copies, name = LocalCopies(tmp_path / "here", 2), f"{url}/last.ckpt"
+        for number in (old, 2) if old else (2,):
+            shutil.rmtree(copies.path_of(name), ignore_errors=True)
+            write_folder(copies.path_of(name), number)
+            if number == 2:
+                with monkeypatch.context() as context, suppress(Cut):
+                    cut_after(operations, context)
+                    copies.upload_folder(name, 0, 0, 1, Alone())
+                    found.append("end")
+            else:
+                copies.upload_folder(name, 0, 0, 1, Alone())
+        newest = newest_checkpoint([url])
+        if newest is None:
+            assert old is None
+            assert "end" not in found
+        else:
+            assert newest == name
+            elsewhere = LocalCopies(tmp_path / "there", 2)
+            found.append(number_in(elsewhere.fetch(newest)))
+            assert {path.name for path in elsewhere.fetch(newest).iterdir()} == {".metadata", "__0_0.distcp", REST}
+        copies.upload_folder(name, 0, 0, 1, Alone())  # the next run ends what was begun
+        assert number_in(LocalCopies(tmp_path / "third", 2).fetch(name)) == 2
+        assert [path.name for path in (tmp_path / "bucket/run").iterdir()] == ["last.ckpt"]
+        if "end" in found:
+            break
+    numbers = [each for each in found if each != "end"]
+    assert numbers == sorted(numbers)
+    assert numbers[-1] == 2
+    assert operations >= (3 if old is None else 8)
+
+
+def test_an_upload_cut_off_is_found_on_the_machine(tmp_path, url, monkeypatch):
+    io = io_of(tmp_path)
+    io.save_checkpoint({"global_step": 1}, f"{url}/step=1.ckpt")
+    with monkeypatch.context() as context:
+        cut_after(0, context)
+        with pytest.raises(Cut):
+            io.save_checkpoint({"global_step": 2}, f"{url}/step=2.ckpt")
+    assert newest_checkpoint([url]) == f"{url}/step=1.ckpt"
+    assert newest_checkpoint([url], io.copies) == f"{url}/step=2.ckpt"
+    assert io.load_checkpoint(f"{url}/step=2.ckpt") == {"global_step": 2}
+
+
+def test_the_newest_of_disks_and_stores_is_found(tmp_path, url):
+    io = io_of(tmp_path)
+    assert newest_checkpoint([url, tmp_path / "kept"], io.copies) is None
+    io.save_checkpoint({"global_step": 1}, f"{url}/deep/step=1.ckpt")
+    assert newest_checkpoint([tmp_path / "kept", url]) == f"{url}/deep/step=1.ckpt"
+    io.save_checkpoint({"global_step": 2}, tmp_path / "kept/step=2.ckpt")
+    assert newest_checkpoint([tmp_path / "kept", url]) == tmp_path / "kept/step=2.ckpt"
+    write_folder(tmp_path / "bucket/run/step=3.ckpt", 3)
+    assert newest_checkpoint([tmp_path / "kept", url]) == f"{url}/step=3.ckpt"
+    (tmp_path / "bucket/run/step=3.ckpt" / REST).unlink()
+    assert len([*complete_checkpoints(url)]) == 1
+    assert newest_checkpoint([tmp_path / "kept", url]) == tmp_path / "kept/step=2.ckpt"
+
+
+def test_parts_of_other_machines_are_downloaded(tmp_path, url, monkeypatch):
+    here = LocalCopies(tmp_path / "here", 2)
+    write_folder(here.path_of(f"{url}/a.ckpt"), 1)
+    here.upload_folder(f"{url}/a.ckpt", 0, 0, 1, Alone())
+    (here.path_of(f"{url}/a.ckpt") / "__0_0.distcp").unlink()  # as where another machine wrote it
+    got = []
+    monkeypatch.setattr(Store, "get_file", lambda self, path, file, **_: got.append(path) or shutil.copy(path, file))
+    assert number_in(here.fetch(f"{url}/a.ckpt")) == 1
+    assert [Path(path).name for path in got] == ["__0_0.distcp"]
+
+
+def test_damage_and_short_uploads_are_told(tmp_path, url, monkeypatch):
+    io = io_of(tmp_path)
+    io.save_checkpoint({"weight": torch.ones(999)}, f"{url}/a.ckpt")
+    stored = tmp_path / "bucket/run/a.ckpt"
+    stored.write_bytes(stored.read_bytes().replace(b"\0\0\x80\x3f", b"\0\0\x80\x3e", 1))
+    with pytest.raises(DamagedCheckpointError, match="another checksum"):
+        io.load_checkpoint(f"{url}/a.ckpt")
+    monkeypatch.setattr(Store, "put_file", lambda self, file, path, **_: Path(path).write_bytes(b"cut"))
+    with pytest.raises(NotWrittenError, match=r"run/b.ckpt has 3 bytes after \d+ of .* were uploaded"):
+        io.save_checkpoint({"weight": torch.ones(999)}, f"{url}/b.ckpt")
+    with pytest.raises(ValueError, match=r"nostore://x/y.ckpt cannot be opened: Protocol not known: nostore"):
+        io.save_checkpoint({}, "nostore://x/y.ckpt")
