@@ -11,6 +11,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_accel.strategies.checkpoints.io import newest_checkpoint
 
@@ -64,6 +65,13 @@ trainer:
     - {class_path: lightning_accel.callbacks.SaveOnSignal, init_args: {every_n_steps: 2}}
     - {class_path: lightning.pytorch.callbacks.ModelCheckpoint, init_args: {every_n_train_steps: 3}}
 """
+SHARDED = """  strategy: {{class_path: lightning_accel.FullyShardedStrategy, init_args: {{checkpoints: sharded}}}}
+  plugins:
+    - class_path: lightning_accel.strategies.BackgroundCheckpointIO
+      init_args: {{local_folder: '{where}/copies'}}
+"""
+KEEPER = "init_args: {every_n_train_steps: 3}"
+KEEPER_IN_STORE = "init_args: {{every_n_train_steps: 3, dirpath: 'store://{where}/bucket'}}"
 STEPS = 40  # 64 rows of two processes, 4 at a time, 5 epochs
 
 
@@ -159,6 +167,59 @@ def test_a_stopped_rank_ends_those_that_wait_for_it_and_all_are_started_again(fo
     assert "rank 0 waits, and does not hear from rank 1: stopped, gone, or busy" in log
     assert "rank 0 ends with status 1, as on_hang='end' asks for" in log
     assert_equal_ends(end_of(folder), whole)
+
+
+DEADLY = '''
+
+import signal
+import tests.store
+from lightning_accel.strategies.checkpoints import io
+
+
+def die_once(path):
+    """End the second process in the middle of the checkpoint of step 12, the first time."""
+    if "step=12" in str(path) and os.environ["RANK"] == "1" and not pathlib.Path("dead").exists():
+        pathlib.Path("dead").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if pathlib.Path("uploads").exists():
+    upload = tests.store.Store.put_file
+    tests.store.Store.put_file = lambda self, file, path, **_: die_once(path) or upload(self, file, path)
+else:
+    save = io.save
+    io.save = lambda *arguments, **options: die_once(options["checkpoint_id"]) or save(*arguments, **options)
+'''
+
+
+def whole_state(folder: Path) -> dict:
+    dcp_to_torch_save(newest_checkpoint([folder]), folder / "whole.pt")
+    return torch.load(folder / "whole.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("dies_while", ["it uploads", "it writes"])
+def test_a_rank_lost_while_a_checkpoint_is_written_in_the_background(folder, tmp_path_factory, dies_while):
+    """Shards go to a store in threads; one process is killed, and the run goes on from the newest whole checkpoint."""
+    ends = []
+    for number, where in enumerate((tmp_path_factory.mktemp("undisturbed"), folder)):
+        (where / "slow_module.py").write_text(MODULE + DEADLY)
+        sharded = FIT.replace("  strategy: ddp\n", SHARDED.format(where=where))
+        (where / "fit.yaml").write_text(sharded.replace(KEEPER, KEEPER_IN_STORE.format(where=where)))
+        (where / ("uploads" if dies_while == "it uploads" else "writes")).touch()
+        if number == 0:
+            (where / "dead").touch()
+        launcher = torchrun(where, "--ckpt_path=auto", launcher=("--standalone", "--max-restarts=1"))
+        assert finish(launcher, where) == 0, (where / "log.txt").read_text()[-3000:]
+        log = (where / "log.txt").read_text()
+        begun = re.findall(r"--ckpt_path auto: going on from store://.*/bucket/epoch=\d-step=(\d+).ckpt", log)
+        # what was written to the disk of the machine, but not uploaded, is taken
+        assert set(begun) == (set() if number == 0 else {"12" if dies_while == "it uploads" else "9"})
+        assert [path.name for path in (where / "bucket").iterdir()] == [f"epoch=4-step={STEPS - 1}.ckpt"]
+        ends.append(whole_state(where / "bucket"))
+    for name, value in ends[0]["state_dict"].items():
+        assert value.equal(ends[1]["state_dict"][name]), name
+    for name, state in ends[0]["optimizer_0"]["state"].items():
+        assert all(value.equal(ends[1]["optimizer_0"]["state"][name][part]) for part, value in state.items())
 
 
 @pytest.mark.weekly

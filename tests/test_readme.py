@@ -65,7 +65,7 @@ def folder(run_folder, monkeypatch):
 
 
 def test_snippets_were_found():
-    assert (len(SCRIPTS), len(COMMANDS)) == (16, 23)
+    assert (len(SCRIPTS), len(COMMANDS)) == (17, 23)
     assert [file for _, file, _ in BLOCKS if file] == ["my_module.py", "project.py", "my_ops/add.cpp"]
 
 

@@ -10,7 +10,7 @@ import lightning as L
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loops.fit_loop import RestartStage
 from lightning.pytorch.plugins import LayerSync, Precision
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -135,8 +135,10 @@ def timeout_of(strategy: Any) -> timedelta | None:
 
 
 def saves_sharded(strategy: Any) -> bool:
-    """Return whether a ModelParallelStrategy writes sharded checkpoints, which is public only when it is made."""
-    return bool(strategy._save_distributed_checkpoint)
+    """Return whether a strategy of Lightning's writes sharded checkpoints, which is public only when it is made."""
+    if isinstance(strategy, FSDPStrategy):
+        return bool(strategy._state_dict_type == "sharded")
+    return isinstance(strategy, DeepSpeedStrategy) or bool(getattr(strategy, "_save_distributed_checkpoint", False))
 
 
 def starts_scripts(strategy: Any) -> bool:

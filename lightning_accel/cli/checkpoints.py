@@ -14,14 +14,14 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_accel._private.lightning import given_version, set_version
+from lightning_accel._private.lightning import given_version, saves_sharded, set_version
 from lightning_accel.cli.errors import UsageError, nearest
 from lightning_accel.cli.run_folder import RunLocks, lock_run_folder, run_folder_of
-from lightning_accel.strategies import AtomicCheckpointIO
+from lightning_accel.strategies import AtomicCheckpointIO, AtomicModelParallelStrategy, BackgroundCheckpointIO
 from lightning_accel.strategies.checkpoints.io import checkpoint_folders, checkpoint_io_of, newest_checkpoint
 from lightning_accel.strategies.checkpoints.named_code import code_named_in
 from lightning_accel.strategies.checkpoints.reading import read_checkpoint, require_loadable
-from lightning_accel.strategies.checkpoints.stores import is_remote
+from lightning_accel.strategies.checkpoints.stores import complete_checkpoints, is_remote, join_location
 from lightning_accel.strategies.sharding.metadata import METADATA, REST, rejected_object
 
 _MOST_NAMED = 5  # tensors or settings listed in a message
@@ -159,10 +159,10 @@ def find_checkpoint(
     roots = {str(getattr(logger, "root_dir", None) or logger.save_dir) for logger in trainer.loggers}
     roots = roots or {str(Path(trainer.default_root_dir, "checkpoints"))}
     roots |= {*checkpoint_folders(trainer)}
-    files = sorted({file for root in roots for file in Path(root).glob("**/*.ckpt")}, key=lambda f: f.stat().st_mtime)
     others: dict[str, None] = {}
+    files = [file for _, file in sorted(set(_checkpoints_below(roots)))]
     for newest in reversed(files):
-        content = _read_content(newest, weights_only)
+        content = _read_content(trainer, newest, weights_only)
         if (name := _class_name(content)) in (None, type(model).__name__):
             break
         others[str(name)] = None
@@ -173,26 +173,46 @@ def find_checkpoint(
             "Run fit with this config first, or name a file"
         )
     if which == "last":
-        return str(newest), "last"
+        return newest, "last"
+    beside = [file for file in files if _folder_of(file) == _folder_of(newest)]
     states = content.get("callbacks", {})
     keeping = [state for key, state in states.items() if key.startswith("ModelCheckpoint") and state["best_model_path"]]
     for state in sorted(keeping, key=lambda state: state["monitor"] is None):
-        best = Path(state["best_model_path"])
-        for file in (best, newest.with_name(best.name)):  # the second in case the folder was moved
-            if file.exists():
-                return str(file), "best" if state["monitor"] else "last"
-    if (beside := [file for file in files if file.parent == newest.parent]) == [newest]:
-        return str(newest), "last"
+        best = state["best_model_path"]
+        for file in (best, str(join_location(_folder_of(newest), Path(best).name))):  # if the folder was moved
+            if file in beside or (not is_remote(file) and Path(file).exists()):
+                return file, "best" if state["monitor"] else "last"
+    if beside == [newest]:
+        return newest, "last"
     raise UsageError(
-        f"--ckpt_path best: the {len(beside)} files in {newest.parent} do not say which is the best (they hold weights "
-        "alone, or another folder's); name one"
+        f"--ckpt_path best: the {len(beside)} files in {_folder_of(newest)} do not say which is the best (they hold "
+        "weights alone, or another folder's); name one"
     )
 
 
-def _read_content(path: Path, weights_only: bool | None) -> dict[str, Any]:
+def _checkpoints_below(roots: set[str]) -> Iterator[tuple[float, str]]:
+    """Yield the checkpoints below folders and URLs, with the times at which they were written."""
+    for root in roots:
+        if is_remote(root):
+            yield from complete_checkpoints(root)
+        else:
+            files = (file for file in Path(root).glob("**/*.ckpt") if file.exists())  # no link to a removed one
+            yield from ((file.stat().st_mtime, str(file)) for file in files)
+
+
+def _folder_of(file: str) -> str:
+    return file.rpartition("/")[0] if is_remote(file) else str(Path(file).parent)
+
+
+def _read_content(trainer: L.Trainer, file: str, weights_only: bool | None) -> dict[str, Any]:
     """Read a file, or the part of a sharded folder beside weights and optimizer states."""
-    found = Checkpoint.read(str(path), weights_only)
-    return read_checkpoint(path / REST, weights_only, mmap=True) if found is None else found.content
+    if is_remote(file):
+        reader = checkpoint_io_of(trainer.strategy)
+        if reader.copies is None:
+            return reader.load_checkpoint(file, weights_only=weights_only)
+        file = str(reader.local_path(file))
+    found = Checkpoint.read(file, weights_only)
+    return read_checkpoint(Path(file, REST), weights_only, mmap=True) if found is None else found.content
 
 
 def _class_name(content: dict[str, Any]) -> str | None:
@@ -228,7 +248,22 @@ def _overrides(model: L.LightningModule, hook: str) -> bool:
 
 
 def write_checkpoints_atomically(trainer: L.Trainer) -> None:
-    """Write checkpoints atomically, so that a kill never leaves a partial file, unless the config chooses otherwise."""
+    """Write checkpoints atomically, so that a kill never leaves a partial file, unless the config chooses otherwise.
+
+    Raises:
+        UsageError: if they are to be written in the background by a strategy that writes them itself.
+    """
+    strategy = trainer.strategy
+    if (
+        isinstance(strategy.checkpoint_io, BackgroundCheckpointIO)
+        and saves_sharded(strategy)
+        and not isinstance(strategy, AtomicModelParallelStrategy)
+    ):
+        raise UsageError(
+            f"{type(strategy).__name__} writes sharded checkpoints itself, while training waits, so "
+            "BackgroundCheckpointIO has no effect. Take the strategy accel_fsdp2 with checkpoints=sharded, or "
+            "accel_model_parallel, or leave BackgroundCheckpointIO out"
+        )
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = AtomicCheckpointIO()
 

@@ -24,6 +24,7 @@ OFF = ["--trainer.accelerator=cpu", "--trainer.max_epochs=1", "--trainer.enable_
 OURS = ["fit", *OFF, "--model=MoEClassifier", "--data=DigitsDataModule"]
 OWN = ["fit", *OFF, "--model=own_module.OwnModule", "--model.width=3", "--data=own_module.OwnData"]
 THREE_EXPERTS = ["--model.dim=8", "--model.experts.hidden_dim=8", "--model.experts.num_experts=3"]
+LIGHTNINGS = "lightning.pytorch.strategies"
 TABLE = ["fit", *OFF, "--model=MoEClassifier", "--data=TabularDataModule"]
 
 
@@ -74,6 +75,14 @@ WRONG = [
     (
         [*OURS, "--ckpt_path=best"],
         r"to resume, name the file, or give --ckpt_path auto.*; --ckpt_path best is not for fit",
+    ),
+    (
+        [
+            *OURS,
+            "--trainer.strategy=lightning.pytorch.strategies.ModelParallelStrategy",
+            "--trainer.plugins=BackgroundCheckpointIO",
+        ],
+        r"ModelParallelStrategy writes sharded checkpoints itself.* Take the strategy accel_fsdp2 with checkpoints",
     ),
     (
         ["test", *OURS[1:], "--ckpt_path=best"],

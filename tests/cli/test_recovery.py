@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import tests.store  # noqa: F401
 from lightning_accel import Classifier
 from lightning_accel.compress import load_pruned
 from lightning_accel.strategies.checkpoints.reading import find_damage
@@ -38,6 +39,32 @@ def test_begins_goes_on_and_stays_in_one_folder(command, run_folder):
     )
     assert (checkpoints / "epoch=3-step=16.ckpt").is_file()
     assert [path.name for path in (run_folder / "lightning_logs").iterdir()] == ["version_0"]
+
+
+@pytest.mark.usefixtures("own")
+def test_checkpoints_in_a_store_are_written_in_the_background_and_gone_on_from(command, run_folder):
+    store = f"store://{run_folder}/bucket"
+    settings = f"dirpath: '{store}/run', monitor: loss, save_last: true"
+    keeper = f"{{class_path: ModelCheckpoint, init_args: {{{settings}}}}}"
+    options = [f"--trainer.callbacks+={keeper}", "--trainer.plugins+=BackgroundCheckpointIO"]
+    options += ["--trainer.plugins.local_folder", "copies"]
+    for epochs, words in (
+        (2, "no checkpoint yet, a new run begins"),
+        (4, f"auto: going on from {store}/run/last.ckpt"),
+    ):
+        result = command(*AUTO, *options, f"--trainer.max_epochs={epochs}")
+        assert result.status == 0, result.err
+        assert words in result.log
+    assert {path.name for path in (run_folder / "bucket/run").iterdir()} == {"last.ckpt", "epoch=3-step=16.ckpt"}
+    assert len([*(run_folder / "copies").glob("*/[!.]*")]) == 2
+    shutil.rmtree(run_folder / "copies")
+    for which, file in (("best", "epoch=3-step=16.ckpt"), ("last", "last.ckpt")):
+        result = command("test", *QUIET, *OWN, *options, f"--ckpt_path={which}")
+        assert result.status == 0, result.err
+        assert f"{store}/run/{file}" in result.log
+    refused = command(*AUTO, f"--trainer.default_root_dir={store}")
+    assert refused.status == 2
+    assert f"auto looks for the run's folder on a disk; got --trainer.default_root_dir {store}" in refused.err
 
 
 @pytest.mark.slow

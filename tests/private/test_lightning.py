@@ -10,7 +10,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision, TorchSyncBatchNorm
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.compile import from_compiled
 from torchmetrics import MeanMetric
@@ -216,6 +216,10 @@ def test_flag_of_samplers():
 def test_settings_of_strategies():
     for kind in (DDPStrategy, ModelParallelStrategy):
         assert private.timeout_of(kind(timeout=timedelta(seconds=7))) == timedelta(seconds=7)
+    for flag in (True, False):
+        assert private.saves_sharded(ModelParallelStrategy(save_distributed_checkpoint=flag)) is flag
+        assert private.saves_sharded(FSDPStrategy(state_dict_type="sharded" if flag else "full")) is flag
+    assert not private.saves_sharded(DDPStrategy())
     assert private.ddp_options(DDPStrategy(bucket_cap_mb=3)) == {"bucket_cap_mb": 3}
     assert private.starts_scripts(DDPStrategy())
     assert not private.starts_scripts(DDPStrategy(start_method="fork"))

@@ -1,5 +1,6 @@
 """Checkpoints written atomically, and the search for the newest undamaged one."""
 
+import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -244,12 +245,18 @@ def newest_checkpoint(places: Iterable[str | Path], copies: LocalCopies | None =
         else:
             local = [path for path in _candidates(Path(place)) if path.exists()]
             found += [(path.stat().st_mtime_ns / 1e9, path) for path in local]
-    for _, path in sorted(found, key=lambda each: each[0], reverse=True):
+    for _, path in sorted(found, key=_moment, reverse=True):
         damage = "" if isinstance(path, str) else find_damage(path)
         if not damage:
             return path
         rank_zero_warn(f"the checkpoint {path} is passed over, since it is damaged: {damage}")
     return None
+
+
+def _moment(found: tuple[float, str | Path]) -> tuple[float, list[int]]:
+    """Return the time, and the numbers in the name, which tell those of one second apart: S3 has no finer time."""
+    time, path = found
+    return time, [int(number) for number in re.findall(r"\d+", Path(path).name)]
 
 
 def _candidates(folder: Path) -> list[Path]:

@@ -1,5 +1,6 @@
 """Checkpoints in stores: what is complete, what a killed upload leaves, and when a local copy is taken."""
 
+import os
 import re
 import shutil
 from contextlib import nullcontext, suppress
@@ -156,6 +157,13 @@ def test_the_newest_of_disks_and_stores_is_found(tmp_path, url):
     assert newest_checkpoint([tmp_path / "kept", url]) == tmp_path / "kept/step=2.ckpt"
     write_folder(tmp_path / "bucket/run/step=3.ckpt", 3)
     assert newest_checkpoint([tmp_path / "kept", url]) == f"{url}/step=3.ckpt"
+    for name in ("last", "step=20"):  # in the same second, S3's finest
+        shutil.copytree(tmp_path / "bucket/run/step=3.ckpt", tmp_path / f"bucket/run/{name}.ckpt")
+    for file in (tmp_path / "bucket/run").glob("*.ckpt/*"):
+        os.utime(file, (2e9, 2e9))
+    assert newest_checkpoint([url]) == f"{url}/step=20.ckpt"
+    for name in ("last", "step=20"):
+        shutil.rmtree(tmp_path / f"bucket/run/{name}.ckpt")
     (tmp_path / "bucket/run/step=3.ckpt" / REST).unlink()
     assert len([*complete_checkpoints(url)]) == 1
     assert newest_checkpoint([tmp_path / "kept", url]) == tmp_path / "kept/step=2.ckpt"
