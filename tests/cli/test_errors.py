@@ -24,7 +24,6 @@ OFF = ["--trainer.accelerator=cpu", "--trainer.max_epochs=1", "--trainer.enable_
 OURS = ["fit", *OFF, "--model=MoEClassifier", "--data=DigitsDataModule"]
 OWN = ["fit", *OFF, "--model=own_module.OwnModule", "--model.width=3", "--data=own_module.OwnData"]
 THREE_EXPERTS = ["--model.dim=8", "--model.experts.hidden_dim=8", "--model.experts.num_experts=3"]
-LIGHTNINGS = "lightning.pytorch.strategies"
 TABLE = ["fit", *OFF, "--model=MoEClassifier", "--data=TabularDataModule"]
 
 
@@ -77,11 +76,10 @@ WRONG = [
         r"to resume, name the file, or give --ckpt_path auto.*; --ckpt_path best is not for fit",
     ),
     (
-        [
-            *OURS,
-            "--trainer.strategy=lightning.pytorch.strategies.ModelParallelStrategy",
-            "--trainer.plugins=BackgroundCheckpointIO",
-        ],
+        config(
+            "model: MoEClassifier\ndata: DigitsDataModule\ntrainer: {plugins: BackgroundCheckpointIO, "
+            "strategy: {class_path: lightning.pytorch.strategies.ModelParallelStrategy}}"
+        ),
         r"ModelParallelStrategy writes sharded checkpoints itself.* Take the strategy accel_fsdp2 with checkpoints",
     ),
     (
