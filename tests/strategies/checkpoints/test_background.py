@@ -1,8 +1,11 @@
 """Checkpoints that a thread writes: their moment, their order, failures, and all strategies that write some."""
 
 import pickle
+import re
 import threading
 import time
+import warnings
+from contextlib import ExitStack
 from functools import partial
 
 import lightning as L
@@ -11,8 +14,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 
-import tests.store  # noqa: F401
+import tests.store
 from lightning_accel import ExactResume, FullyShardedStrategy, SaveOnSignal
 from lightning_accel.strategies import AtomicCheckpointIO, BackgroundCheckpointIO
 from lightning_accel.strategies.checkpoints.atomic import NotWrittenError
@@ -238,6 +243,39 @@ def test_a_run_goes_on_from_what_was_written_in_the_background(tmp_path, name, i
         assert "step=3.ckpt" in newest or "last.ckpt" in newest
     names = {path.name for path in (tmp_path / ("bucket/run" if in_store else "kept")).iterdir()}
     assert names == {"step=6.ckpt", "last.ckpt"}
+
+
+def check_failure(rank, folder, at):
+    """Let the second process fail; return what each process raises, and how long it took."""
+
+    class Failing(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == 2 and rank == 1:
+                target, name = (tests.store.Store, "put_file") if at == "upload" else (FileSystemWriter, "write_data")
+                stack.callback(setattr, target, name, getattr(target, name))
+                setattr(target, name, lambda *_, **__: (_ for _ in ()).throw(PermissionError("not allowed")))
+
+    trainer, module = boring(
+        f"store://{folder}/bucket", BackgroundCheckpointIO(folder / "copies"), Failing(), devices=2,
+        strategy=FullyShardedStrategy(checkpoints="sharded"),
+    )  # fmt: skip
+    told = pytest.raises((OSError, CheckpointException))
+    with ExitStack() as stack, warnings.catch_warnings(action="ignore"), told as failed:
+        trainer.fit(module)
+    return f"{type(failed.value).__name__}: {failed.value}"
+
+
+@pytest.mark.parametrize("at", ["upload", pytest.param("write", marks=pytest.mark.slow)])
+def test_where_one_process_fails_all_are_told(tmp_path, at):
+    first, second = run_ranks(check_failure, tmp_path, at, timeout_s=60)
+    assert "not allowed" in first
+    assert "not allowed" in second
+    if at == "upload":
+        assert re.fullmatch(
+            "NotWrittenError: process 1 could not write its part .*: PermissionError: not allowed", first
+        )
+    complete = newest_checkpoint([f"store://{tmp_path}/bucket"])
+    assert "step=2.ckpt" in complete or "last.ckpt" in complete  # the last that both have written
 
 
 def check_needs_folder(rank, folder):
