@@ -128,7 +128,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def _write_file(self, path: str | Path, checkpoint: dict[str, Any]) -> None:
         copies = self.copies if is_remote(path) else None
-        with write_atomically(path if copies is None else copies.path_of(str(path))) as file:
+        with write_atomically(path if copies is None else copies.begin(str(path))) as file:
             torch.save(checkpoint, file)
         if copies is not None:
             copies.upload_file(str(path))
@@ -141,7 +141,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         content: dict[str, Any],
     ) -> None:
         copies = self.copies if is_remote(path) else None
-        place = path if copies is None else copies.path_of(str(path))
+        place = path if copies is None else copies.begin(str(path))
         owner = strategy.is_global_zero if copies is None else strategy.local_rank == 0
         with write_in_parts(place, owner, agreement.part) as folder:
             save(content["state"], checkpoint_id=folder, process_group=agreement.group)
@@ -235,16 +235,16 @@ def newest_checkpoint(places: Iterable[str | Path], copies: LocalCopies | None =
 
     Args:
         places: files, folders, and URLs of folders in stores, where those are found that are complete.
-        copies: local copies of what stores hold, for checkpoints whose upload was cut off.
+        copies: local copies of what stores hold; those whose upload was cut off are taken into account.
     """
     found: list[tuple[float, str | Path]] = []
     for place in places:
         if is_remote(place):
             found += complete_checkpoints(str(place))
-            found += [] if copies is None else copies.cut_off(str(place))
+            local = [] if copies is None else [*copies.not_uploaded(str(place))]
         else:
             local = [path for path in _candidates(Path(place)) if path.exists()]
-            found += [(path.stat().st_mtime_ns / 1e9, path) for path in local]
+        found += [(path.stat().st_mtime_ns / 1e9, path) for path in local]
     for _, path in sorted(found, key=_moment, reverse=True):
         damage = "" if isinstance(path, str) else find_damage(path)
         if not damage:

@@ -83,12 +83,18 @@ class LocalCopies:
         parent, _, name = url.rstrip("/").rpartition("/")
         return self.folder / hashlib.sha256(f"{socket.gethostname()} {parent}".encode()).hexdigest()[:16] / name
 
+    def begin(self, url: str) -> Path:
+        """Return the place to write a new version to, which is not the store's from now on."""
+        copy = self.path_of(url)
+        _version_file(copy).unlink(missing_ok=True)
+        return copy
+
     def upload_file(self, url: str) -> None:
         """Copy a file to the store, which shows it once all of it is there."""
         fs, path = open_store(url)
-        _put(fs, self.path_of(url), path)
-        self._note_version(url, fs, path)
-        self._remove_old(url)
+        copy = self.path_of(url)
+        _put(fs, copy, path)
+        self._keep(copy, fs, path)
 
     def upload_folder(self, url: str, rank: int, local_rank: int, local_size: int, agreement: Agreement) -> None:
         """Copy a sharded checkpoint to the store, ``local_size`` processes of each machine a part of its files each.
@@ -115,27 +121,29 @@ class LocalCopies:
                     _replace_folder(fs, path, hidden)
         with agreement.part():
             if local_rank == 0:
-                self._note_version(url, fs, path)
-                self._remove_old(url)
+                self._keep(copy, fs, path)
 
     def fetch(self, url: str) -> Path:
-        """Return a local copy of a checkpoint, downloading what is missing.
+        """Return a local copy of a checkpoint of the store, downloading what is missing.
 
         Raises:
-            FileNotFoundError: if neither the store nor this machine has it.
+            FileNotFoundError: if the store does not have all of it.
             DamagedCheckpointError: if what was downloaded is damaged.
         """
         fs, path = open_store(url)
         copy = self.path_of(url)
+        if copy.exists() and not _version_file(copy).exists():  # a newer one that is not uploaded
+            copy = copy.parent / "stored" / copy.name
         with explain_disk_errors(copy):
             copy.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(copy.with_name(f".{copy.name}.lock")):
+        with FileLock(copy.parent / ".lock"):
             place = next((one for one in (path, _hidden(path)) if _is_complete(fs, one)), None)
             if place is None:
-                if copy.exists() and not self._version_file(url).exists():
-                    return copy  # its upload was cut off
                 raise FileNotFoundError(f"no checkpoint {url}, or only a part of one")
-            is_current = copy.exists() and self._noted_version(url) == _version(fs, place)
+            noted = _version_file(copy)
+            is_current = copy.exists() and noted.exists() and noted.read_text() == _version(fs, place)
+            if not is_current:
+                remove_atomically(copy)
             if fs.isdir(place):
                 sizes = {info["name"].rpartition("/")[2]: info["size"] for info in fs.find(place, detail=True).values()}
                 if is_current:  # of this machine's processes; others have written shards, too
@@ -143,13 +151,12 @@ class LocalCopies:
                 else:
                     with write_atomically(copy) as folder:
                         folder.mkdir()
-                        fs.get([f"{place}/{name}" for name in sizes], [str(folder / name) for name in sizes])
+                        _get_missing(fs, place, sizes, folder)
             elif not is_current:
                 with write_atomically(copy) as file:
                     fs.get_file(place, str(file))
             require_undamaged(copy)
-            self._note_version(url, fs, place)
-        self._remove_old(url)
+            self._keep(copy, fs, place)
         return copy
 
     def remove(self, url: str) -> None:
@@ -160,37 +167,32 @@ class LocalCopies:
         else:
             for each in (path, _hidden(path)):
                 _remove_folder(fs, each)
-        self._remove_copy(self.path_of(url))
+        _remove_copy(self.path_of(url))
 
-    def cut_off(self, url: str) -> Iterator[tuple[float, str]]:
-        """Yield complete copies, directly below a URL, that did not reach the store, as URLs with their times."""
+    def not_uploaded(self, url: str) -> Iterator[Path]:
+        """Yield the copies of checkpoints directly below a URL whose upload was cut off."""
         for copy in self.path_of(f"{url.rstrip('/')}/_").parent.glob("*.ckpt"):
-            of_copy = f"{url.rstrip('/')}/{copy.name}"
-            if not self._version_file(of_copy).exists():
-                yield copy.stat().st_mtime, of_copy
+            if not _version_file(copy).exists():
+                yield copy
 
-    def _version_file(self, url: str) -> Path:
-        copy = self.path_of(url)
-        return copy.with_name(f".{copy.name}.version")
-
-    def _noted_version(self, url: str) -> str:
-        file = self._version_file(url)
-        return file.read_text() if file.exists() else ""
-
-    def _note_version(self, url: str, fs: fsspec.AbstractFileSystem, path: str) -> None:
+    def _keep(self, copy: Path, fs: fsspec.AbstractFileSystem, path: str) -> None:
+        """Note that a copy is of the store's version, and remove the oldest copies beside it."""
         fs.invalidate_cache()
-        with write_atomically(self._version_file(url)) as file:
+        with write_atomically(_version_file(copy)) as file:
             file.write_text(_version(fs, path))
+        copies = sorted(copy.parent.glob("*.ckpt"), key=lambda each: each.stat().st_mtime)
+        for old in copies[: -self.keep]:
+            if old != copy:
+                _remove_copy(old)
 
-    def _remove_old(self, url: str) -> None:
-        copies = sorted(self.path_of(url).parent.glob("*.ckpt"), key=lambda copy: copy.stat().st_mtime)
-        for copy in copies[: -self.keep]:
-            self._remove_copy(copy)
 
-    def _remove_copy(self, copy: Path) -> None:
-        remove_atomically(copy)
-        for kind in ("version", "lock"):
-            copy.with_name(f".{copy.name}.{kind}").unlink(missing_ok=True)
+def _version_file(copy: Path) -> Path:
+    return copy.with_name(f".{copy.name}.version")
+
+
+def _remove_copy(copy: Path) -> None:
+    remove_atomically(copy)
+    _version_file(copy).unlink(missing_ok=True)
 
 
 def _hidden(path: str) -> str:

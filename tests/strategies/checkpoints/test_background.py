@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -136,6 +137,18 @@ def test_the_checkpoint_before_a_requeue_is_there_when_it_returns(tmp_path, gate
     gated.save_checkpoint({"step": 1}, tmp_path / "hpc_ckpt_1.ckpt")
     assert (tmp_path / "hpc_ckpt_1.ckpt").exists()
     assert pickle.loads(pickle.dumps(BackgroundCheckpointIO()))  # as when processes are spawned
+
+
+def test_without_a_local_folder_lightning_writes_to_stores_in_the_background(tmp_path, monkeypatch):
+    gate, write = threading.Event(), TorchCheckpointIO.save_checkpoint
+    monkeypatch.setattr(TorchCheckpointIO, "save_checkpoint", lambda *a, **o: gate.wait(60) and write(*a, **o))
+    io, path = BackgroundCheckpointIO(), f"store://{tmp_path}/a.ckpt"
+    io.save_checkpoint({"step": 1}, path)
+    threading.Timer(0.1, gate.set).start()
+    assert io.load_checkpoint(path) == {"step": 1}
+    io.remove_checkpoint(path)
+    io.teardown()
+    assert not (tmp_path / "a.ckpt").exists()
 
 
 class Slow(BackgroundCheckpointIO):

@@ -136,16 +136,22 @@ def test_an_upload_cut_anywhere_leaves_the_old_folder_or_the_new_one(tmp_path, u
     assert operations >= (3 if old is None else 8)
 
 
-def test_an_upload_cut_off_is_found_on_the_machine(tmp_path, url, monkeypatch):
+def test_a_newer_version_whose_upload_was_cut_off_is_found_on_the_machine(tmp_path, url, monkeypatch):
     io = io_of(tmp_path)
-    io.save_checkpoint({"global_step": 1}, f"{url}/step=1.ckpt")
+    io.save_checkpoint({"global_step": 1}, f"{url}/last.ckpt")
+    assert newest_checkpoint([url], io.copies) == f"{url}/last.ckpt"
     with monkeypatch.context() as context:
         cut_after(0, context)
         with pytest.raises(Cut):
-            io.save_checkpoint({"global_step": 2}, f"{url}/step=2.ckpt")
-    assert newest_checkpoint([url]) == f"{url}/step=1.ckpt"
-    assert newest_checkpoint([url], io.copies) == f"{url}/step=2.ckpt"
-    assert io.load_checkpoint(f"{url}/step=2.ckpt") == {"global_step": 2}
+            io.save_checkpoint({"global_step": 2}, f"{url}/last.ckpt")
+    assert newest_checkpoint([url]) == f"{url}/last.ckpt"
+    found = newest_checkpoint([url], io.copies)
+    assert found == io.copies.path_of(f"{url}/last.ckpt")
+    assert io.load_checkpoint(found) == {"global_step": 2}
+    assert io.load_checkpoint(f"{url}/last.ckpt") == {"global_step": 1}  # what the store has, and other machines load
+    assert newest_checkpoint([url], io.copies) == found  # it stays
+    io.save_checkpoint({"global_step": 3}, f"{url}/last.ckpt")
+    assert io.load_checkpoint(f"{url}/last.ckpt") == {"global_step": 3}
 
 
 def test_the_newest_of_disks_and_stores_is_found(tmp_path, url):
