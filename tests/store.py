@@ -13,6 +13,11 @@ class Store(LocalFileSystem):
             return [cls._strip_protocol(each) for each in path]
         return super()._strip_protocol(str(path).removeprefix("store://"))
 
+    def rm(self, path, recursive=False, maxdepth=None):
+        for file in self.find(path) if self.isdir(path) else []:  # one by one, as in a store
+            self.rm_file(file)
+        super().rm(path, recursive, maxdepth)
+
     def unstrip_protocol(self, name):
         return f"store://{self._strip_protocol(name)}"
 

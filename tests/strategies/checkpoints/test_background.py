@@ -1,7 +1,9 @@
 """Checkpoints that a thread writes: their moment, their order, failures, and all strategies that write some."""
 
+import os
 import pickle
 import re
+import signal
 import threading
 import time
 import warnings
@@ -186,6 +188,20 @@ def test_a_run_that_ends_early_leaves_what_was_saved(tmp_path, error):
     assert weights["layer.weight"].equal(module.layer.weight)
 
 
+class Signalled(L.Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_saves_to_the_store(tmp_path):
+    io = BackgroundCheckpointIO(tmp_path / "copies")
+    trainer, module = boring(f"store://{tmp_path}/run", io, Signalled(), SaveOnSignal())
+    with pytest.raises(SystemExit, match="143"):
+        trainer.fit(module)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"signal-step=3.ckpt", "step=3.ckpt", "last.ckpt"}
+
+
 def test_a_foreign_run_is_equal_with_and_without_a_thread(tmp_path):
     ends = []
     for io in (AtomicCheckpointIO(), Slow()):
@@ -299,6 +315,7 @@ def check_needs_folder(rank, folder):
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"goes to store://.* from a disk of each machine.*local_folder="):
         trainer.fit(Job(folder), Job(folder).loader(2))
+    assert trainer.global_step == 0
 
 
 def test_sharded_checkpoints_for_a_store_need_a_local_folder(tmp_path):
