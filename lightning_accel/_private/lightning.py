@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -58,6 +59,31 @@ def last_saved_step(keeper: ModelCheckpoint) -> int:
 def set_last_saved_step(keeper: ModelCheckpoint, step: int) -> None:
     """Set the step of the newest checkpoint, at which the callback writes no second one; it has no public setter."""
     keeper._last_global_step_saved = step
+
+
+def count_queued_files() -> None:
+    """Let ModelCheckpoint's public ``file_exists``, by which it chooses names, ask the CheckpointIO first.
+
+    A plug-in with a method ``will_exist`` says whether a file that it has not written, or removed, yet will be there.
+    The method is replaced for all of them, since a CheckpointIO does not know the callbacks of its Trainer.
+    """
+    found = ModelCheckpoint.file_exists
+    if getattr(found, "counts_queued_files", False):
+        return
+
+    @functools.wraps(found)
+    def file_exists(self: ModelCheckpoint, filepath: Any, trainer: Any) -> bool:
+        will_exist = getattr(trainer.strategy.checkpoint_io, "will_exist", None)
+        if will_exist is None:
+            return found(self, filepath, trainer)
+        exists = False
+        if trainer.is_global_zero:
+            queued = will_exist(filepath)
+            exists = self._fs.exists(filepath) if queued is None else queued
+        return bool(trainer.strategy.reduce_boolean_decision(exists, all=False))
+
+    file_exists.counts_queued_files = True  # type: ignore[attr-defined]
+    ModelCheckpoint.file_exists = file_exists  # type: ignore[method-assign]
 
 
 def last_saved_file(keeper: ModelCheckpoint) -> str:

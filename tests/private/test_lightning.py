@@ -10,6 +10,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision, TorchSyncBatchNorm
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.compile import from_compiled
@@ -230,6 +231,22 @@ def test_settings_of_strategies():
     assert isinstance(private.layer_sync_of(trainer.strategy), TorchSyncBatchNorm)
     private.leave_layer_sync_out(trainer.strategy)
     assert private.layer_sync_of(trainer.strategy) is None
+
+
+def test_names_of_queued_files_count_as_taken(tmp_path):
+    class Queued(TorchCheckpointIO):
+        def will_exist(self, path):
+            return {"written": True, "removed": False}.get(path.name)
+
+    private.count_queued_files()
+    private.count_queued_files()
+    for name in ("there", "removed"):
+        (tmp_path / name).touch()
+    keeper = ModelCheckpoint(tmp_path)
+    for plugins, taken in (([Queued()], {"there", "written"}), ([], {"there", "removed"})):
+        trainer = L.Trainer(accelerator="cpu", logger=False, plugins=plugins)
+        names = ("there", "removed", "written", "absent")
+        assert {name for name in names if keeper.file_exists(tmp_path / name, trainer)} == taken
 
 
 def test_hooks_of_a_step_are_called_and_gradients_clipped():

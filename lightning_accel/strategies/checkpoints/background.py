@@ -11,10 +11,13 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from lightning_accel._private.lightning import timeout_of
+from lightning_accel._private.lightning import count_queued_files, timeout_of
+from lightning_accel._private.torch import tree_map_only
 from lightning_accel.strategies.checkpoints.io import AtomicCheckpointIO
+from lightning_accel.strategies.checkpoints.stores import is_remote
 
 _MOST_COPIES = 2  # ModelCheckpoint writes the one that it keeps, and last.ckpt, at the same step
 
@@ -29,31 +32,43 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
 
     - The order is kept: a checkpoint that ModelCheckpoint removes for a new one stays until the new one is complete.
     - At most two copies are held. A step that saves a third one waits until the first one is written.
-    - If writing fails, a warning names the checkpoint at once, no older one is removed, and the next save or the end of
-      the run raises the error.
+    - If writing fails, a warning names the checkpoint at once, nothing is removed until the run has ended, and the next
+      save or the end of the run raises the error.
     - The end of a run, also by an exception or a signal that SaveOnSignal catches, waits for what is not written yet.
       The checkpoint before Slurm's requeue is written at once.
-    - A ModelCheckpoint's ``filename`` has to tell its checkpoints apart (``{step}``): whether a name is taken is looked
-      up before the file is there.
+    - ModelCheckpoint takes the names of what is not written yet for taken.
 
-    What cannot be copied, such as sparse tensors and tensors of torchao, is written at once, with a warning.
+    What cannot be copied, such as sparse tensors and tensors of torchao, is written at once, with a warning. After
+    ``trainer.save_checkpoint`` by hand, ``trainer.strategy.checkpoint_io.wait()`` returns when the file is there, or
+    raises why it is not. Loggers that upload checkpoints see those that are complete.
 
     Args:
         local_folder: a folder on a disk of each machine, for copies of checkpoints whose paths have a protocol.
-        keep_local: number of copies that stay of each folder of the store.
+        keep_local: number of copies that stay of each folder of the store, of those written and of those read.
 
     Raises:
-        ValueError: if ``keep_local`` is below 1.
+        ValueError: if ``local_folder`` is empty or a URL, or ``keep_local`` is below 1.
     """
 
     def __init__(self, local_folder: str | Path | None = None, keep_local: int = 2) -> None:
         super().__init__(local_folder, keep_local)
+        count_queued_files()
         self._thread: ThreadPoolExecutor | None = None
-        self._pending: list[Future[None]] = []
+        self._pending: list[tuple[Future[None], str, bool]] = []  # path, and whether it is written or removed
         self._stagers: list[DefaultStager] = []
         self._idle: queue.SimpleQueue[DefaultStager] | None = None  # made with the thread, since it cannot be pickled
         self._group: dist.ProcessGroup | None = None
         self._error: BaseException | None = None
+        self._has_failed = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        count_queued_files()  # in a process that was spawned
+
+    def will_exist(self, path: str | Path) -> bool | None:
+        """Return whether a file will be there when all is done; None if nothing is to be done to it."""
+        last = [is_written for future, queued, is_written in self._pending if queued == str(path) and not future.done()]
+        return last[-1] if last else None
 
     def wait(self) -> None:
         """Wait until everything is written and removed.
@@ -62,8 +77,8 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
             OSError: if a checkpoint could not be written; errors of a store's file system may have other types.
         """
         pending, self._pending = self._pending, []
-        for each in pending:
-            each.result()
+        for future, _, _ in pending:
+            future.result()
         self._raise_error()
 
     def local_path(self, path: str | Path) -> Path:
@@ -75,7 +90,7 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
         return super().load_checkpoint(path, *arguments, **options)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        self._submit(partial(self._remove, super().remove_checkpoint, path))
+        self._submit(partial(self._remove, super().remove_checkpoint, path), path, False)
 
     def teardown(self) -> None:
         try:
@@ -88,7 +103,7 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
             self._thread, self._idle, self._stagers = None, None, []
             if self._group is not None and dist.is_initialized():
                 dist.destroy_process_group(self._group)
-            self._group = None
+            self._group, self._has_failed = None, False
 
     def _save(self, content: dict[str, Any], path: str | Path, write: Callable[[dict[str, Any]], None]) -> None:
         self._raise_error()
@@ -98,6 +113,7 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
             return
         stager = self._free_stager()
         try:
+            tree_map_only(Tensor, _require_copyable, content)
             copy: Any = stager.stage(content)
         except Exception as error:
             rank_zero_warn(
@@ -109,7 +125,9 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
             self.wait()
             write(content)
             return
-        self._submit(partial(self._write, write, copy, stager, path))
+        if not is_remote(path):
+            Path(path).parent.mkdir(parents=True, exist_ok=True)  # for ModelCheckpoint's link to it
+        self._submit(partial(self._write, write, copy, stager, path), path, True)
 
     def _group_of(self, strategy: Strategy) -> dist.ProcessGroup | None:
         if self._group is None:
@@ -131,11 +149,11 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
             return self._stagers[-1]
         return self._idle.get()
 
-    def _submit(self, job: Callable[[], None]) -> None:
+    def _submit(self, job: Callable[[], None], path: str | Path, is_written: bool) -> None:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
-        self._pending = [each for each in self._pending if not each.done()]
-        self._pending.append(self._thread.submit(job))
+        self._pending = [each for each in self._pending if not each[0].done()]
+        self._pending.append((self._thread.submit(job), str(path), is_written))
 
     def _write(
         self, write: Callable[[dict[str, Any]], None], copy: dict[str, Any], stager: DefaultStager, path: str | Path
@@ -149,17 +167,24 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
             self._idle.put(stager)
 
     def _remove(self, remove: Callable[[str | Path], None], path: str | Path) -> None:
-        if self._error is None:  # else the one that was to replace it may not be there
+        if not self._has_failed:  # else the one that was to replace it may not be there
             try:
                 remove(path)
             except BaseException as error:
                 self._note_error(error, f"the checkpoint {path} could not be removed")
 
     def _note_error(self, error: BaseException, what: str) -> None:
+        self._has_failed = True
         self._error = self._error or error
-        rank_zero_warn(f"{what} ({type(error).__name__}: {error}). Older ones stay; the next save raises this error")
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        rank_zero_warn(f"{what} ({reason}). Older ones stay; the next save, the end of the run, or wait() raises this")
 
     def _raise_error(self) -> None:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+
+def _require_copyable(tensor: Tensor) -> None:
+    if tensor.is_quantized:  # the stager makes broken ones of them (torch 2.13)
+        raise TypeError("a quantized tensor")

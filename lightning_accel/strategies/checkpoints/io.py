@@ -13,12 +13,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_warn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_accel._private.lightning import saves_sharded, timeout_of
 from lightning_accel.strategies.batch_samplers import distribute_sampler
 from lightning_accel.strategies.checkpoints.agreement import Agreement
 from lightning_accel.strategies.checkpoints.atomic import (
+    NotWrittenError,
     find_written,
     remove_atomically,
     write_atomically,
@@ -47,16 +49,14 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     Args:
         local_folder: a folder on a disk of each machine, for copies of checkpoints whose paths have a protocol. A run
             that goes on reads the copy unless the store has another version.
-        keep_local: number of copies that stay of each folder of the store.
+        keep_local: number of copies that stay of each folder of the store, of those written and of those read.
 
     Raises:
-        ValueError: if ``keep_local`` is below 1.
+        ValueError: if ``local_folder`` is empty or a URL, or ``keep_local`` is below 1.
     """
 
     def __init__(self, local_folder: str | Path | None = None, keep_local: int = 2) -> None:
         super().__init__()
-        if keep_local < 1:
-            raise ValueError(f"keep_local must be at least 1; got {keep_local}")
         self.copies = None if local_folder is None else LocalCopies(local_folder, keep_local)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
@@ -144,7 +144,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         place = path if copies is None else copies.begin(str(path))
         owner = strategy.is_global_zero if copies is None else strategy.local_rank == 0
         with write_in_parts(place, owner, agreement.part) as folder:
-            save(content["state"], checkpoint_id=folder, process_group=agreement.group)
+            try:
+                save(content["state"], checkpoint_id=folder, process_group=agreement.group)
+            except CheckpointException as error:  # with the tracebacks of all processes
+                rank, (reason, _) = next(iter(error.failures.items()))
+                raise NotWrittenError(
+                    f"{path}: process {rank} could not write its shard: {type(reason).__name__}: {reason}"
+                ) from error
             if strategy.is_global_zero:
                 torch.save(content["rest"], folder / REST)
         if copies is not None:

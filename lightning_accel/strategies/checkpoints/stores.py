@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+import shutil
 import socket
 from collections.abc import Iterator
 from datetime import timezone
@@ -66,15 +67,22 @@ def complete_checkpoints(url: str) -> Iterator[tuple[float, str]]:
 class LocalCopies:
     """Keep copies of checkpoints of an object store on a local disk.
 
-    A checkpoint is written to the disk first, and uploaded from there. Reading one takes the copy, unless the store has
-    another version by now, and downloads what is missing otherwise, once for all processes of the machine.
+    A checkpoint is written to the disk first, and uploaded from there. Reading one takes that copy, unless the store
+    has another version by now, and otherwise downloads it to a place of its own, once for all processes of the machine.
 
     Args:
         folder: a folder on a disk of this machine. Machines may also share one disk.
-        keep: number of checkpoints of a folder of the store, the newest, whose copies stay.
+        keep: number of copies that stay of those written, of those not uploaded, and of those read, the newest.
+
+    Raises:
+        ValueError: if ``folder`` is empty or a URL, or ``keep`` no number from 1 on.
     """
 
     def __init__(self, folder: str | Path, keep: int) -> None:
+        if not str(folder).strip() or is_remote(folder):
+            raise ValueError(f"local_folder must be a folder on a disk of the machine; got {str(folder)!r}")
+        if not isinstance(keep, int) or keep < 1:
+            raise ValueError(f"keep_local must be an int of at least 1; got {keep!r}")
         self.folder = Path(folder).expanduser().absolute()
         self.keep = keep
 
@@ -86,7 +94,13 @@ class LocalCopies:
     def begin(self, url: str) -> Path:
         """Return the place to write a new version to, which is not the store's from now on."""
         copy = self.path_of(url)
-        _version_file(copy).unlink(missing_ok=True)
+        try:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            _version_file(copy).unlink(missing_ok=True)
+        except OSError as error:
+            raise NotWrittenError(
+                f"the local_folder {self.folder} cannot be written ({error.strerror}), by which checkpoints go to {url}"
+            ) from error
         return copy
 
     def upload_file(self, url: str) -> None:
@@ -94,7 +108,8 @@ class LocalCopies:
         fs, path = open_store(url)
         copy = self.path_of(url)
         _put(fs, copy, path)
-        self._keep(copy, fs, path)
+        _note_version(copy, fs, path)
+        self._remove_old(copy.parent)
 
     def upload_folder(self, url: str, rank: int, local_rank: int, local_size: int, agreement: Agreement) -> None:
         """Copy a sharded checkpoint to the store, ``local_size`` processes of each machine a part of its files each.
@@ -105,10 +120,13 @@ class LocalCopies:
         fs, path = open_store(url)
         copy, hidden = self.path_of(url), _hidden(path)
         with agreement.part():
-            target = hidden if fs.exists(path) else path
+            if rank == 0:  # what a process that was killed has left
+                if _is_complete(fs, hidden) and not _is_complete(fs, path):
+                    _replace_folder(fs, path, hidden)
+                _remove_folder(fs, hidden)
         with agreement.part():
-            if rank == 0:
-                _remove_folder(fs, hidden)  # of a process that was killed
+            fs.invalidate_cache()
+            target = hidden if fs.exists(path) else path
         with agreement.part():
             names = sorted(file.name for file in copy.iterdir() if file.name not in (METADATA, REST))
             for name in names[local_rank::local_size]:
@@ -121,7 +139,8 @@ class LocalCopies:
                     _replace_folder(fs, path, hidden)
         with agreement.part():
             if local_rank == 0:
-                self._keep(copy, fs, path)
+                _note_version(copy, fs, path)
+                self._remove_old(copy.parent)
 
     def fetch(self, url: str) -> Path:
         """Return a local copy of a checkpoint of the store, downloading what is missing.
@@ -131,33 +150,34 @@ class LocalCopies:
             DamagedCheckpointError: if what was downloaded is damaged.
         """
         fs, path = open_store(url)
-        copy = self.path_of(url)
-        if copy.exists() and not _version_file(copy).exists():  # a newer one that is not uploaded
-            copy = copy.parent / "stored" / copy.name
-        with explain_disk_errors(copy):
-            copy.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(copy.parent / ".lock"):
-            place = next((one for one in (path, _hidden(path)) if _is_complete(fs, one)), None)
-            if place is None:
-                raise FileNotFoundError(f"no checkpoint {url}, or only a part of one")
-            noted = _version_file(copy)
-            is_current = copy.exists() and noted.exists() and noted.read_text() == _version(fs, place)
-            if not is_current:
-                remove_atomically(copy)
-            if fs.isdir(place):
-                sizes = {info["name"].rpartition("/")[2]: info["size"] for info in fs.find(place, detail=True).values()}
-                if is_current:  # of this machine's processes; others have written shards, too
-                    _get_missing(fs, place, sizes, copy)
-                else:
-                    with write_atomically(copy) as folder:
-                        folder.mkdir()
-                        _get_missing(fs, place, sizes, folder)
-            elif not is_current:
-                with write_atomically(copy) as file:
-                    fs.get_file(place, str(file))
-            require_undamaged(copy)
-            self._keep(copy, fs, place)
-        return copy
+        place = next((one for one in (path, _hidden(path)) if _is_complete(fs, one)), None)
+        if place is None:
+            raise FileNotFoundError(f"no checkpoint {url}, or only a part of one")
+        infos = fs.find(place, detail=True).values() if fs.isdir(place) else ()
+        sizes = {info["name"].rpartition("/")[2]: info["size"] for info in infos}
+        version, copy = _version(fs, place), self.path_of(url)
+        if _is_version(copy, version) and _missing(copy, sizes) == []:
+            return copy
+        stored = copy.parent / "stored" / copy.name  # apart, since a run may be writing the other one
+        with explain_disk_errors(stored):
+            stored.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(stored.parent / ".lock"):
+            if not (_is_version(stored, version) and _missing(stored, sizes) == []):
+                _version_file(stored).unlink(missing_ok=True)
+                with write_atomically(stored) as new:
+                    if sizes:
+                        new.mkdir()
+                        missing = _missing(copy, sizes) if _is_version(copy, version) else [*sizes]
+                        for name in sizes.keys() - set(missing):  # other machines have written the missing ones
+                            shutil.copyfile(copy / name, new / name)
+                        fs.get([f"{place}/{name}" for name in missing], [str(new / name) for name in missing])
+                    else:
+                        fs.get_file(place, str(new))
+                require_undamaged(stored)
+                _note_version(stored, fs, place)
+            os.utime(stored)
+            self._remove_old(stored.parent)
+        return stored
 
     def remove(self, url: str) -> None:
         """Remove a checkpoint from the store, and its copy."""
@@ -175,15 +195,29 @@ class LocalCopies:
             if not _version_file(copy).exists():
                 yield copy
 
-    def _keep(self, copy: Path, fs: fsspec.AbstractFileSystem, path: str) -> None:
-        """Note that a copy is of the store's version, and remove the oldest copies beside it."""
-        fs.invalidate_cache()
-        with write_atomically(_version_file(copy)) as file:
-            file.write_text(_version(fs, path))
-        copies = sorted(copy.parent.glob("*.ckpt"), key=lambda each: each.stat().st_mtime)
-        for old in copies[: -self.keep]:
-            if old != copy:
+    def _remove_old(self, folder: Path) -> None:
+        copies = sorted(folder.glob("*.ckpt"), key=lambda each: each.stat().st_mtime)
+        for has_version in (True, False):
+            alike = [copy for copy in copies if _version_file(copy).exists() is has_version]
+            for old in alike[: -self.keep]:
                 _remove_copy(old)
+
+
+def _note_version(copy: Path, fs: fsspec.AbstractFileSystem, path: str) -> None:
+    fs.invalidate_cache()
+    with write_atomically(_version_file(copy)) as file:
+        file.write_text(_version(fs, path))
+
+
+def _is_version(copy: Path, version: str) -> bool:
+    noted = _version_file(copy)
+    return copy.exists() and noted.exists() and noted.read_text() == version
+
+
+def _missing(folder: Path, sizes: dict[str, int]) -> list[str]:
+    """Return the names of the parts of a sharded checkpoint that are not in a folder."""
+    files = {name: folder / name for name in sizes}
+    return [name for name, file in files.items() if not file.is_file() or file.stat().st_size != sizes[name]]
 
 
 def _version_file(copy: Path) -> Path:
@@ -206,14 +240,6 @@ def _put(fs: fsspec.AbstractFileSystem, file: Path, path: str) -> None:
     fs.invalidate_cache(path.rpartition("/")[0])
     if (stored := fs.size(path)) != (size := os.path.getsize(file)):
         raise NotWrittenError(f"{fs.unstrip_protocol(path)} has {stored} bytes after {size} of {file} were uploaded")
-
-
-def _get_missing(fs: fsspec.AbstractFileSystem, path: str, sizes: dict[str, int], folder: Path) -> None:
-    for name, size in sizes.items():
-        file = folder / name
-        if not file.is_file() or file.stat().st_size != size:
-            with write_atomically(file) as partial:
-                fs.get_file(f"{path}/{name}", str(partial))
 
 
 def _is_complete(fs: fsspec.AbstractFileSystem, path: str) -> bool:

@@ -113,22 +113,28 @@ def test_a_failure_is_told_removes_nothing_and_ends_the_run(tmp_path, monkeypatc
         assert [*tmp_path.iterdir()] == [old]
         assert f"the checkpoint {tmp_path / 'new.ckpt'} could not be written" in str(recwarn.list[0].message)
         io.save_checkpoint({"step": 3}, tmp_path / "new.ckpt")
-        while io._pending and not io._pending[-1].done():
+        while io.will_exist(tmp_path / "new.ckpt"):
             time.sleep(0.01)
         with pytest.raises(NotWrittenError):
             io.save_checkpoint({"step": 4}, tmp_path / "newer.ckpt")
+        io.remove_checkpoint(old)
         io.save_checkpoint({"step": 5}, tmp_path / "newer.ckpt")
         with pytest.raises(NotWrittenError):
             io.teardown()
+    assert [*tmp_path.iterdir()] == [old]
+    io.remove_checkpoint(old)  # of another run
     io.teardown()
+    assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning", "ignore:TypedStorage:UserWarning")
 def test_what_cannot_be_copied_is_written_at_once(tmp_path):
     io = BackgroundCheckpointIO()
-    for number in range(3):  # more than the copies that are held
+    quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    for number, tensor in enumerate((torch.eye(3).to_sparse(), quantized, quantized)):  # more than are held
         with pytest.warns(UserWarning, match=r"a\.ckpt is written while training waits.*cannot be copied"):
-            io.save_checkpoint({"sparse": torch.eye(3).to_sparse(), "number": number}, tmp_path / "a.ckpt")
-        assert torch.load(tmp_path / "a.ckpt")["number"] == number
+            io.save_checkpoint({"tensor": tensor, "number": number}, tmp_path / "a.ckpt")
+        assert torch.load(tmp_path / "a.ckpt", weights_only=False)["number"] == number
     io.save_checkpoint({"dense": torch.eye(3)}, tmp_path / "b.ckpt")
     io.teardown()
     assert torch.load(tmp_path / "b.ckpt")["dense"].equal(torch.eye(3))
@@ -186,6 +192,39 @@ def test_a_run_that_ends_early_leaves_what_was_saved(tmp_path, error):
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 3
     weights = torch.load(tmp_path / "step=3.ckpt", weights_only=True)["state_dict"]
     assert weights["layer.weight"].equal(module.layer.weight)
+
+
+class Scores(BoringModel):
+    """Log two measures, of which one rises and the other is best in the middle."""
+
+    def training_step(self, batch, batch_idx):
+        self.log_dict({"rises": float(batch_idx), "peaks": -abs(batch_idx - 2.0)})
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    "keepers",
+    [
+        [{"monitor": "rises"}, {"monitor": "peaks"}],
+        [{"monitor": "peaks", "filename": "best", "save_top_k": 3}],
+        [{"filename": "{epoch}", "save_top_k": -1}, {"monitor": "peaks", "filename": "fixed", "save_last": "link"}],
+    ],
+)
+def test_names_that_are_queued_are_taken(tmp_path, keepers):
+    ends = []
+    for io in (AtomicCheckpointIO(), Slow()):
+        folder = tmp_path / type(io).__name__
+        kept = [ModelCheckpoint(folder, mode="max", every_n_train_steps=1, **each) for each in keepers]
+        trainer, _ = boring(folder, io)
+        trainer.callbacks[:] = kept
+        trainer.fit(Scores())
+        ends.append(
+            (
+                {path.name: torch.load(path, weights_only=True)["global_step"] for path in folder.iterdir()},
+                [str(each.best_model_path).rpartition("/")[2] for each in kept],
+            )
+        )
+    assert ends[0] == ends[1]
 
 
 class Signalled(L.Callback):

@@ -74,9 +74,35 @@ def test_the_newest_copies_stay(tmp_path, url):
     assert {path.name for path in (tmp_path / "here").glob("*/[!.]*")} == {"step=3.ckpt", "step=4.ckpt"}
     assert len([*(tmp_path / "here").glob("*/.*")]) == 2  # their versions
     assert io.load_checkpoint(f"{url}/step=1.ckpt") == {"global_step": 1}
-    assert {path.name for path in (tmp_path / "here").glob("*/[!.]*")} == {"step=1.ckpt", "step=4.ckpt"}
-    with pytest.raises(ValueError, match="keep_local must be at least 1; got 0"):
-        BackgroundCheckpointIO(tmp_path, 0)
+    names = {path.relative_to(tmp_path / "here").parts[1:] for path in (tmp_path / "here").rglob("[!.]*.ckpt")}
+    assert names == {("step=3.ckpt",), ("step=4.ckpt",), ("stored", "step=1.ckpt")}
+    for step in (2, 1, 2):
+        io.load_checkpoint(f"{url}/step={step}.ckpt")
+    with io_of(tmp_path).copies.path_of(f"{url}/a").parent.joinpath("step=5.ckpt").open("wb") as file:
+        torch.save({"global_step": 5}, file)  # which is being uploaded
+    for step in (1, 2, 3):
+        io.load_checkpoint(f"{url}/step={step}.ckpt")
+    assert [path.name for path in io.copies.not_uploaded(url)] == ["step=5.ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"local_folder": "s3://bucket/run"}, "local_folder must be a folder on a disk of the machine; got 's3:"),
+        ({"local_folder": ""}, "local_folder must be a folder on a disk of the machine; got ''"),
+        ({"local_folder": "x", "keep_local": 0}, "keep_local must be an int of at least 1; got 0"),
+        ({"local_folder": "x", "keep_local": "2"}, "keep_local must be an int of at least 1; got '2'"),
+    ],
+)
+def test_wrong_options_are_told(options, message):
+    with pytest.raises(ValueError, match=message):
+        BackgroundCheckpointIO(**options)
+
+
+def test_a_local_folder_that_cannot_be_written_is_told(tmp_path, url):
+    (tmp_path / "file").touch()
+    with pytest.raises(NotWrittenError, match=r"the local_folder .*/file cannot be written \(.*\), by which .* go to"):
+        AtomicCheckpointIO(tmp_path / "file").save_checkpoint({}, f"{url}/a.ckpt")
 
 
 class Cut(Exception):
@@ -134,6 +160,26 @@ def test_an_upload_cut_anywhere_leaves_the_old_folder_or_the_new_one(tmp_path, u
     assert numbers == sorted(numbers)
     assert numbers[-1] == 2
     assert operations >= (3 if old is None else 8)
+
+
+def test_two_uploads_cut_leave_a_whole_version(tmp_path, url, monkeypatch):
+    """The first between the removal of the old version and the copy of the new one, the second at any moment."""
+    found = []
+    for operations in range(30):
+        shutil.rmtree(tmp_path)
+        copies, name = LocalCopies(tmp_path / "here", 2), f"{url}/last.ckpt"
+        for number, limit in ((1, 99), (2, 7), (3, operations)):
+            shutil.rmtree(copies.path_of(name), ignore_errors=True)
+            write_folder(copies.path_of(name), number)
+            with monkeypatch.context() as context, suppress(Cut):
+                cut_after(limit, context)
+                copies.upload_folder(name, 0, 0, 1, Alone())
+            if number == 2:
+                names = {path.name for path in (tmp_path / "bucket/run").iterdir()}
+                assert ".last.ckpt.partial" in names
+                assert not (tmp_path / "bucket/run/last.ckpt" / REST).exists()
+        found.append(number_in(LocalCopies(tmp_path / "there", 2).fetch(newest_checkpoint([url]))))
+    assert set(found) == {2, 3}
 
 
 def test_a_newer_version_whose_upload_was_cut_off_is_found_on_the_machine(tmp_path, url, monkeypatch):
