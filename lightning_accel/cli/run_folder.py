@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_accel._private.lightning import given_version, set_version
 from lightning_accel.cli.errors import UsageError
+from lightning_accel.strategies.checkpoints.io import checkpoint_io_of
 
 _LOCKED_ERRORS = (errno.EACCES, errno.EAGAIN, errno.EDEADLK)
 _LOCK_OFFSET = 1 << 30  # Windows locks bytes against reading, so lock one behind the text
@@ -258,6 +259,8 @@ def require_writable(trainer: L.Trainer) -> None:
     folders = {getattr(logger, "root_dir", None) or logger.save_dir for logger in trainer.loggers}
     for keeper in trainer.checkpoint_callbacks:
         folders.add(getattr(keeper, "dirpath", None) or (None if trainer.loggers else trainer.default_root_dir))
+    if (copies := checkpoint_io_of(trainer.strategy).copies) is not None:
+        folders.add(copies.folder)
     for folder in folders:
         if folder is None or "://" in str(folder):
             continue
@@ -284,5 +287,5 @@ def _make_folder(folder: Path) -> list[Path]:
 def _unwritable(folder: Path | str, error: OSError) -> UsageError:
     return UsageError(
         f"cannot write to the log folder {folder}: {error.strerror or error}. Give another: "
-        "--trainer.default_root_dir, the logger's save_dir or the checkpoint's dirpath"
+        "--trainer.default_root_dir, the logger's save_dir, the checkpoint's dirpath, or the plug-in's local_folder"
     )

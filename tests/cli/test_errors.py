@@ -83,6 +83,10 @@ WRONG = [
         r"ModelParallelStrategy writes sharded checkpoints itself.* Take the strategy accel_fsdp2 with checkpoints",
     ),
     (
+        [*OURS, "--trainer.plugins=BackgroundCheckpointIO", "--trainer.plugins.local_folder=present.csv"],
+        r"cannot write to the log folder .*present.csv: File exists. Give another: .* or the plug-in's local_folder",
+    ),
+    (
         ["test", *OURS[1:], "--ckpt_path=best"],
         r"best: no checkpoint of MoEClassifier under .*lightning_logs. Run fit",
     ),
