@@ -141,7 +141,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         content: dict[str, Any],
     ) -> None:
         copies = self.copies if is_remote(path) else None
-        place = path if copies is None else copies.begin(str(path))
+        with agreement.part():
+            place = path if copies is None else copies.begin(str(path))
         owner = strategy.is_global_zero if copies is None else strategy.local_rank == 0
         with write_in_parts(place, owner, agreement.part) as folder:
             try:

@@ -18,7 +18,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.api import CheckpointException
 
 import tests.store
 from lightning_accel import ExactResume, FullyShardedStrategy, SaveOnSignal
@@ -314,30 +313,39 @@ def test_a_run_goes_on_from_what_was_written_in_the_background(tmp_path, name, i
 
 
 def check_failure(rank, folder, at):
-    """Let the second process fail; return what each process raises, and how long it took."""
+    """Let the second process fail, and return what each process raises."""
 
     class Failing(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            if batch_idx == 2 and rank == 1:
+            if batch_idx == 2 and rank == 1 and at != "folder":
+                trainer.strategy.checkpoint_io.wait()
                 target, name = (tests.store.Store, "put_file") if at == "upload" else (FileSystemWriter, "write_data")
                 stack.callback(setattr, target, name, getattr(target, name))
                 setattr(target, name, lambda *_, **__: (_ for _ in ()).throw(PermissionError("not allowed")))
 
+    (folder / "file").touch()
+    copies = folder / ("file" if at == "folder" and rank == 1 else "copies")
     trainer, module = boring(
-        f"store://{folder}/bucket", BackgroundCheckpointIO(folder / "copies"), Failing(), devices=2,
+        f"store://{folder}/bucket", BackgroundCheckpointIO(copies), Failing(), devices=2,
         strategy=FullyShardedStrategy(checkpoints="sharded"),
     )  # fmt: skip
-    told = pytest.raises((OSError, CheckpointException))
+    told = pytest.raises(OSError, match=r"process 1|local_folder|not allowed")
     with ExitStack() as stack, warnings.catch_warnings(action="ignore"), told as failed:
         trainer.fit(module)
     return f"{type(failed.value).__name__}: {failed.value}"
 
 
-@pytest.mark.parametrize("at", ["upload", pytest.param("write", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("at", ["upload", *(pytest.param(at, marks=pytest.mark.slow) for at in ("write", "folder"))])
 def test_where_one_process_fails_all_are_told(tmp_path, at):
     first, second = run_ranks(check_failure, tmp_path, at, timeout_s=60)
-    assert "not allowed" in first
-    assert "not allowed" in second
+    reason = "cannot be written" if at == "folder" else "not allowed"
+    assert reason in first
+    assert reason in second
+    if at == "write":
+        assert ".ckpt: process 1 could not write its shard: PermissionError: not allowed" in first
+    if at == "folder":
+        assert newest_checkpoint([f"store://{tmp_path}/bucket"]) is None
+        return
     if at == "upload":
         assert re.fullmatch(
             "NotWrittenError: process 1 could not write its part .*: PermissionError: not allowed", first
