@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from lightning_accel._private.lightning import count_queued_files, timeout_of
 from lightning_accel._private.torch import tree_map_only
+from lightning_accel.strategies.checkpoints.atomic import NotWrittenError
 from lightning_accel.strategies.checkpoints.io import AtomicCheckpointIO
 from lightning_accel.strategies.checkpoints.stores import is_remote
 
@@ -80,6 +81,20 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
         for future, _, _ in pending:
             future.result()
         self._raise_error()
+
+    def save_sharded(
+        self,
+        state: dict[str, Any],
+        rest: dict[str, Any],
+        path: str | Path,
+        strategy: DDPStrategy | ModelParallelStrategy,
+    ) -> None:
+        if strategy.reduce_boolean_decision(self._error is not None, all=False):  # or the slower ones would go on
+            self.wait()
+            raise NotWrittenError(
+                f"{path} is not written: an earlier checkpoint failed on another process, which says why"
+            )
+        super().save_sharded(state, rest, path, strategy)
 
     def local_path(self, path: str | Path) -> Path:
         self.wait()

@@ -323,10 +323,15 @@ def check_failure(rank, folder, at):
                 stack.callback(setattr, target, name, getattr(target, name))
                 setattr(target, name, lambda *_, **__: (_ for _ in ()).throw(PermissionError("not allowed")))
 
+    class Late(BackgroundCheckpointIO):
+        def _note_error(self, error, what):
+            time.sleep(rank)  # the second process would have gone on to its next step
+            super()._note_error(error, what)
+
     (folder / "file").touch()
     copies = folder / ("file" if at == "folder" and rank == 1 else "copies")
     trainer, module = boring(
-        f"store://{folder}/bucket", BackgroundCheckpointIO(copies), Failing(), devices=2,
+        f"store://{folder}/bucket", Late(copies), Failing(), devices=2,
         strategy=FullyShardedStrategy(checkpoints="sharded"),
     )  # fmt: skip
     told = pytest.raises(OSError, match=r"process 1|local_folder|not allowed")
