@@ -3,11 +3,13 @@
 import contextlib
 import copy
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
 import lightning as L
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loops.fit_loop import RestartStage
 from lightning.pytorch.plugins import LayerSync, Precision
@@ -84,6 +86,37 @@ def count_queued_files() -> None:
 
     file_exists.counts_queued_files = True  # type: ignore[attr-defined]
     ModelCheckpoint.file_exists = file_exists  # type: ignore[method-assign]
+
+
+def finish_other_saves() -> None:
+    """Let the public ``Trainer.save_checkpoint`` return when the file is there, unless a ModelCheckpoint calls it.
+
+    A CheckpointIO with a method ``wait`` writes in the background. ModelCheckpoint needs no file at once, and anything
+    else may read it, such as Ray's callback, which reports it. The callers are told apart in ModelCheckpoint's
+    ``_save_checkpoint``, since a CheckpointIO does not know who calls it.
+    """
+    save, save_of_keeper = Trainer.save_checkpoint, ModelCheckpoint._save_checkpoint
+    if getattr(save, "finishes", False):
+        return
+    of_keeper = threading.local()
+
+    @functools.wraps(save_of_keeper)
+    def _save_checkpoint(self: ModelCheckpoint, trainer: Any, filepath: str) -> None:
+        before = getattr(of_keeper, "depth", 0)
+        of_keeper.depth = before + 1
+        try:
+            save_of_keeper(self, trainer, filepath)
+        finally:
+            of_keeper.depth = before
+
+    @functools.wraps(save)
+    def save_checkpoint(self: Trainer, *arguments: Any, **options: Any) -> None:
+        save(self, *arguments, **options)
+        if not getattr(of_keeper, "depth", 0) and (wait := getattr(self.strategy.checkpoint_io, "wait", None)):
+            wait()
+
+    save_checkpoint.finishes = True  # type: ignore[attr-defined]
+    Trainer.save_checkpoint, ModelCheckpoint._save_checkpoint = save_checkpoint, _save_checkpoint  # type: ignore[method-assign]
 
 
 def last_saved_file(keeper: ModelCheckpoint) -> str:

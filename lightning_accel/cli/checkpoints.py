@@ -295,12 +295,18 @@ def resume_run(trainer: L.Trainer, locks: RunLocks) -> str | None:
             if isinstance(logger, CSVLogger) and trainer.is_global_zero:
                 _rename_old_metrics(Path(logger.log_dir))
     warnings.filterwarnings("ignore", message=r"(Experiment logs|Checkpoint) directory .* not empty")
-    copies = checkpoint_io_of(trainer.strategy).copies if trainer.num_nodes == 1 else None  # others cannot see them
+    copies = checkpoint_io_of(trainer.strategy).copies if _is_one_machine(trainer) else None  # others cannot see them
     path = newest_checkpoint(_checkpoint_places(trainer), copies)
     rank_zero_info("--ckpt_path auto: " + (f"going on from {path}" if path else "no checkpoint yet, a new run begins"))
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     callbacks.append(_RequireSameCheckpoint(path))
     return None if path is None else str(path)
+
+
+def _is_one_machine(trainer: L.Trainer) -> bool:
+    """Return whether all processes are on this machine; Ray Train's workers may be on several without ``num_nodes``."""
+    here = os.environ.get("LOCAL_WORLD_SIZE")
+    return trainer.num_nodes == 1 and (here is None or here == os.environ.get("WORLD_SIZE", here))
 
 
 def _warn_of_shared_store() -> None:

@@ -4,21 +4,19 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import lightning as L
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_accel._private.lightning import timeout_of
 from lightning_accel.strategies.batch_samplers import require_distributable_batches
-from lightning_accel.strategies.rendezvous import joining_process_group
+from lightning_accel.strategies.launched import LaunchedStrategy
 
 _HOOKS = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
 
 
-class AccelDDPStrategy(DDPStrategy):
+class AccelDDPStrategy(LaunchedStrategy):
     """Run DDP where parameters may be unused in some steps, on some processes, or frozen in some phases.
 
     Gradients are those of one process with all batches: a parameter unused on some processes counts as 0 there, and one
@@ -54,10 +52,6 @@ class AccelDDPStrategy(DDPStrategy):
         self.compression = compression
         self._trained: list[bool] = []
         self._accumulating = False
-
-    def setup_environment(self) -> None:
-        with joining_process_group(self.cluster_environment, timeout_of(self)):
-            super().setup_environment()
 
     def setup(self, trainer: L.Trainer) -> None:
         require_distributable_batches(trainer)

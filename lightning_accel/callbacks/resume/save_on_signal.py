@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_accel._private.lightning import last_saved_step
 from lightning_accel.callbacks.fit_end import failures_as_warnings
@@ -60,11 +60,16 @@ class SaveOnSignal(L.Callback):
         self._install_handlers(trainer)  # Lightning's ends a run that is told to stop here with status 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            rank_zero_warn(
+                "SaveOnSignal does nothing in this run: it trains in a thread, as workers of Ray Train do, and Python "
+                "tells the main thread alone of signals. Let ModelCheckpoint save as often as you can afford to repeat"
+            )
         self._install_handlers(trainer)
 
     def _install_handlers(self, trainer: L.Trainer) -> None:
         if threading.current_thread() is not threading.main_thread():
-            return  # Python delivers signals to the main thread only
+            return
         if signal.getsignal(signal.SIGTERM) == self._handle_signal:
             return  # the sanity check did
         self._received = 0

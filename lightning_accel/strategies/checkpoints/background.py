@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from lightning_accel._private.lightning import count_queued_files, timeout_of
+from lightning_accel._private.lightning import count_queued_files, finish_other_saves, timeout_of
 from lightning_accel._private.torch import tree_map_only
 from lightning_accel.strategies.checkpoints.atomic import NotWrittenError
 from lightning_accel.strategies.checkpoints.io import AtomicCheckpointIO
@@ -39,9 +39,10 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
       The checkpoint before Slurm's requeue is written at once.
     - ModelCheckpoint takes the names of what is not written yet for taken.
 
-    What cannot be copied, such as sparse tensors and tensors of torchao, is written at once, with a warning. After
-    ``trainer.save_checkpoint`` by hand, ``trainer.strategy.checkpoint_io.wait()`` returns when the file is there, or
-    raises why it is not. Loggers that upload checkpoints see those that are complete.
+    What cannot be copied, such as sparse tensors and tensors of torchao, is written at once, with a warning. Only
+    ModelCheckpoint is served in the background: where others call ``trainer.save_checkpoint``, such as Ray's
+    RayTrainReportCallback, the file is there when it returns. Loggers that upload checkpoints see those that are
+    complete.
 
     Args:
         local_folder: a folder on a disk of each machine, for copies of checkpoints whose paths have a protocol.
@@ -53,7 +54,7 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
 
     def __init__(self, local_folder: str | Path | None = None, keep_local: int = 2) -> None:
         super().__init__(local_folder, keep_local)
-        count_queued_files()
+        _tell_lightning()
         self._thread: ThreadPoolExecutor | None = None
         self._pending: list[tuple[Future[None], str, bool]] = []  # path, and whether it is written or removed
         self._stagers: list[DefaultStager] = []
@@ -64,7 +65,7 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        count_queued_files()  # in a process that was spawned
+        _tell_lightning()  # in a process that was spawned
 
     def will_exist(self, path: str | Path) -> bool | None:
         """Return whether a file will be there when all is done; None if nothing is to be done to it."""
@@ -198,6 +199,11 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+
+def _tell_lightning() -> None:
+    count_queued_files()
+    finish_other_saves()
 
 
 def _require_copyable(tensor: Tensor) -> None:

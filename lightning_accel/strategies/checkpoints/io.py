@@ -155,9 +155,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             if strategy.is_global_zero:
                 torch.save(content["rest"], folder / REST)
         if copies is not None:
-            copies.upload_folder(
-                str(path), strategy.global_rank, strategy.local_rank, strategy.num_processes, agreement
-            )
+            copies.upload_folder(str(path), strategy.global_rank, strategy.local_rank, agreement)
 
 
 class AtomicModelParallelStrategy(ModelParallelStrategy):

@@ -111,8 +111,8 @@ class LocalCopies:
         _note_version(copy, fs, path)
         self._remove_old(copy.parent)
 
-    def upload_folder(self, url: str, rank: int, local_rank: int, local_size: int, agreement: Agreement) -> None:
-        """Copy a sharded checkpoint to the store, ``local_size`` processes of each machine a part of its files each.
+    def upload_folder(self, url: str, rank: int, local_rank: int, agreement: Agreement) -> None:
+        """Copy a sharded checkpoint to the store, each process the files that it has written.
 
         What the store holds under that name stays readable until the new version is complete: a store cannot rename
         folders, so the new version is uploaded under a hidden name, and copied within the store.
@@ -128,9 +128,8 @@ class LocalCopies:
             fs.invalidate_cache()
             target = hidden if fs.exists(path) else path
         with agreement.part():
-            names = sorted(file.name for file in copy.iterdir() if file.name not in (METADATA, REST))
-            for name in names[local_rank::local_size]:
-                _put(fs, copy / name, f"{target}/{name}")
+            for file in copy.glob(f"__{rank}_*"):  # torch's names of what a process writes
+                _put(fs, file, f"{target}/{file.name}")
         with agreement.part():
             if rank == 0:
                 for name in (METADATA, REST):

@@ -10,7 +10,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -28,6 +27,7 @@ from lightning_accel.strategies.gradients import (
     clip_grad_norm_,
     sum_shared_,
 )
+from lightning_accel.strategies.launched import LaunchedStrategy
 from lightning_accel.strategies.pipeline.chain import (
     Chain,
     find_layers,
@@ -40,7 +40,6 @@ from lightning_accel.strategies.pipeline.chain import (
 from lightning_accel.strategies.pipeline.engine import Job, Pipeline, Ranks
 from lightning_accel.strategies.pipeline.logging import StepLog
 from lightning_accel.strategies.pipeline.stage import to_cpu
-from lightning_accel.strategies.rendezvous import joining_process_group
 from lightning_accel.strategies.sharding.blocks import broadcast_state
 from lightning_accel.strategies.sync_batchnorm import (
     SyncBatchNormPlugin,
@@ -125,7 +124,7 @@ def _held_numbers(optimizer: Optimizer) -> list[int]:
     return [number for number, parameter in enumerate(parameters) if not parameter.is_meta]
 
 
-class PipelineStrategy(DDPStrategy):
+class PipelineStrategy(LaunchedStrategy):
     """Train a module whose layers lie on several devices, with ``forward`` and the steps written for one device.
 
     The module declares which of its submodules ``forward`` calls one after another by a method
@@ -211,8 +210,7 @@ class PipelineStrategy(DDPStrategy):
         return distribute_sampler(super().process_dataloader(dataloader), **self.distributed_sampler_kwargs)
 
     def setup_environment(self) -> None:
-        with joining_process_group(self.cluster_environment, timeout_of(self)):
-            super().setup_environment()
+        super().setup_environment()
         replicas, stages = self.data_parallel_size, self.world_size // self.data_parallel_size
         if stages < 2 or replicas * stages != self.world_size:
             raise ValueError(

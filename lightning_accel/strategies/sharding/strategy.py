@@ -10,7 +10,6 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_accel._private.lightning import layer_sync_of, starts_scripts, timeout_of
+from lightning_accel._private.lightning import layer_sync_of, starts_scripts
 from lightning_accel.ops.blocks import find_blocks
 from lightning_accel.ops.names import list_of_names
 from lightning_accel.strategies.batch_samplers import require_distributable_batches
@@ -31,7 +30,7 @@ from lightning_accel.strategies.checkpoints.io import (
 from lightning_accel.strategies.checkpoints.reading import read_checkpoint, require_loadable
 from lightning_accel.strategies.checkpoints.stores import is_remote
 from lightning_accel.strategies.gradients import clip_grad_norm_
-from lightning_accel.strategies.rendezvous import joining_process_group
+from lightning_accel.strategies.launched import LaunchedStrategy
 from lightning_accel.strategies.sharding.blocks import (
     Sharded,
     Sharding,
@@ -56,7 +55,7 @@ from lightning_accel.strategies.sharding.state import (
 _LOW_PRECISION = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
-class FullyShardedStrategy(DDPStrategy):
+class FullyShardedStrategy(LaunchedStrategy):
     """Train a module that is written for one device with FSDP2, on CPUs and GPUs.
 
     The repeated blocks of the module (see :func:`lightning_accel.strategies.find_blocks`) are gathered, used and freed
@@ -125,8 +124,7 @@ class FullyShardedStrategy(DDPStrategy):
         self._accumulating = False
 
     def setup_environment(self) -> None:
-        with joining_process_group(self.cluster_environment, timeout_of(self)):
-            super().setup_environment()
+        super().setup_environment()
         for name, size in (("shard_size", self.shard_size), ("expert_parallel_size", self.expert_parallel_size)):
             if isinstance(size, int) and (size < 1 or self.world_size % size):
                 raise ValueError(f"{name} must divide the number of processes, {self.world_size}; got {size}")

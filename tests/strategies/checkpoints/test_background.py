@@ -1,5 +1,6 @@
 """Checkpoints that a thread writes: their moment, their order, failures, and all strategies that write some."""
 
+import inspect
 import os
 import pickle
 import re
@@ -77,6 +78,7 @@ def test_an_old_checkpoint_stays_until_the_new_one_is_there(tmp_path, gated):
     gated.wait()
     gated.save_checkpoint({"step": 2}, new)
     gated.remove_checkpoint(old)
+    assert (gated.will_exist(new), gated.will_exist(old)) == (True, False)
     time.sleep(0.05)
     assert old.exists()
     gated.gate.release()
@@ -193,6 +195,25 @@ def test_a_run_that_ends_early_leaves_what_was_saved(tmp_path, error):
     assert weights["layer.weight"].equal(module.layer.weight)
 
 
+class SavesByHand(L.Callback):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 1:
+            assert not (self.folder / "step=1.ckpt").exists()  # the keeper's
+            for _ in range(99):
+                trainer.strategy.checkpoint_io.gate.release()
+            trainer.save_checkpoint(self.folder / "mine")
+            assert torch.load(self.folder / "mine", weights_only=True)["global_step"] == 1
+
+
+def test_what_others_than_model_checkpoint_save_is_there_at_once(tmp_path, gated):
+    trainer, module = boring(tmp_path, gated, SavesByHand(tmp_path))
+    trainer.fit(module)
+    assert (tmp_path / "mine").exists()
+
+
 class Scores(BoringModel):
     """Log two measures, of which one rises and the other is best in the middle."""
 
@@ -209,7 +230,8 @@ class Scores(BoringModel):
         [{"filename": "{epoch}", "save_top_k": -1}, {"monitor": "peaks", "filename": "fixed", "save_last": "link"}],
     ],
 )
-def test_names_that_are_queued_are_taken(tmp_path, keepers):
+def test_names_that_are_queued_are_taken(tmp_path, keepers, monkeypatch):
+    monkeypatch.setattr(ModelCheckpoint, "file_exists", inspect.unwrap(ModelCheckpoint.file_exists))
     ends = []
     for io in (AtomicCheckpointIO(), Slow()):
         folder = tmp_path / type(io).__name__

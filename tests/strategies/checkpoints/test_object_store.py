@@ -40,7 +40,7 @@ def test_a_bucket_holds_checkpoints(bucket, tmp_path):  # noqa: F811
         copies = LocalCopies(tmp_path / "here", 2)
         shutil.rmtree(copies.path_of(f"{url}/last.ckpt"), ignore_errors=True)
         write_folder(copies.path_of(f"{url}/last.ckpt"), number)
-        copies.upload_folder(f"{url}/last.ckpt", 0, 0, 1, Alone())
+        copies.upload_folder(f"{url}/last.ckpt", 0, 0, Alone())
         assert number_in(LocalCopies(tmp_path / f"there-{number}", 2).fetch(f"{url}/last.ckpt")) == number
         bucket.invalidate_cache()
         assert len(bucket.find("bucket/run")) == 3

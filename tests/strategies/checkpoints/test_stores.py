@@ -138,10 +138,10 @@ def test_an_upload_cut_anywhere_leaves_the_old_folder_or_the_new_one(tmp_path, u
             if number == 2:
                 with monkeypatch.context() as context, suppress(Cut):
                     cut_after(operations, context)
-                    copies.upload_folder(name, 0, 0, 1, Alone())
+                    copies.upload_folder(name, 0, 0, Alone())
                     found.append("end")
             else:
-                copies.upload_folder(name, 0, 0, 1, Alone())
+                copies.upload_folder(name, 0, 0, Alone())
         newest = newest_checkpoint([url])
         if newest is None:
             assert old is None
@@ -151,7 +151,7 @@ def test_an_upload_cut_anywhere_leaves_the_old_folder_or_the_new_one(tmp_path, u
             elsewhere = LocalCopies(tmp_path / "there", 2)
             found.append(number_in(elsewhere.fetch(newest)))
             assert {path.name for path in elsewhere.fetch(newest).iterdir()} == {".metadata", "__0_0.distcp", REST}
-        copies.upload_folder(name, 0, 0, 1, Alone())  # the next run ends what was begun
+        copies.upload_folder(name, 0, 0, Alone())  # the next run ends what was begun
         assert number_in(LocalCopies(tmp_path / "third", 2).fetch(name)) == 2
         assert [path.name for path in (tmp_path / "bucket/run").iterdir()] == ["last.ckpt"]
         if "end" in found:
@@ -173,7 +173,7 @@ def test_two_uploads_cut_leave_a_whole_version(tmp_path, url, monkeypatch):
             write_folder(copies.path_of(name), number)
             with monkeypatch.context() as context, suppress(Cut):
                 cut_after(limit, context)
-                copies.upload_folder(name, 0, 0, 1, Alone())
+                copies.upload_folder(name, 0, 0, Alone())
             if number == 2:
                 names = {path.name for path in (tmp_path / "bucket/run").iterdir()}
                 assert ".last.ckpt.partial" in names
@@ -224,7 +224,7 @@ def test_the_newest_of_disks_and_stores_is_found(tmp_path, url):
 def test_parts_of_other_machines_are_downloaded(tmp_path, url, monkeypatch):
     here = LocalCopies(tmp_path / "here", 2)
     write_folder(here.path_of(f"{url}/a.ckpt"), 1)
-    here.upload_folder(f"{url}/a.ckpt", 0, 0, 1, Alone())
+    here.upload_folder(f"{url}/a.ckpt", 0, 0, Alone())
     (here.path_of(f"{url}/a.ckpt") / "__0_0.distcp").unlink()  # as where another machine wrote it
     got = []
     monkeypatch.setattr(Store, "get_file", lambda self, path, file, **_: got.append(path) or shutil.copy(path, file))
