@@ -7,8 +7,9 @@ from typing import Any
 
 import lightning as L
 from jsonargparse import Namespace
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_info
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -58,6 +59,25 @@ def require_valid_values(config: Namespace) -> None:
         hint = nearest(strategy, known)
         raise UsageError(
             f"trainer.strategy: no strategy {strategy!r}{hint}\nOurs are: {ours}; Lightning's: ddp, fsdp, ..."
+        )
+
+
+def require_even_processes(trainer: L.Trainer) -> None:
+    """Reject a launcher that starts other processes than those to which Lightning's DDPStrategy deals rows.
+
+    Raises:
+        UsageError: with both numbers.
+    """
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    rows = getattr(type(trainer.strategy), "distributed_sampler_kwargs", None)
+    expected = trainer.num_nodes * trainer.num_devices
+    if rows is not DDPStrategy.distributed_sampler_kwargs or not isinstance(environment, ClusterEnvironment):
+        return
+    if environment.creates_processes_externally and trainer.world_size != expected:
+        raise UsageError(
+            f"{trainer.world_size} processes were started, but rows would be dealt to {expected}: the Trainer has "
+            f"num_nodes={trainer.num_nodes} and devices={trainer.num_devices}. Start as many on each machine, or take "
+            "accel_ddp, accel_fsdp2 or accel_pipeline, which take what was started"
         )
 
 

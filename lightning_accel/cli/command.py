@@ -34,7 +34,12 @@ from lightning_accel._private.lightning import leave_subcommand_empty
 from lightning_accel.callbacks import LowRankAdapters, PredictionWriter, RunReport, Watchdog
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of
 from lightning_accel.cli.checkpoints import Checkpoint, find_checkpoint, resume_run, write_checkpoints_atomically
-from lightning_accel.cli.checks import MonitorCheck, report_unused_schedule, require_valid_values
+from lightning_accel.cli.checks import (
+    MonitorCheck,
+    report_unused_schedule,
+    require_even_processes,
+    require_valid_values,
+)
 from lightning_accel.cli.errors import (
     UsageError,
     advice,
@@ -240,6 +245,7 @@ class AccelCLI(LightningCLI):
     def after_instantiate_classes(self) -> None:
         leave_group_at_exit()  # Lightning's own strategies do not
         require_names(self.trainer)
+        require_even_processes(self.trainer)
         require_writable(self.trainer)
         config = self.config_init[self.subcommand]
         if self.subcommand == "fit":

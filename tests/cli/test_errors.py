@@ -17,8 +17,10 @@ from lightning_accel import MoEClassifier
 from lightning_accel.__main__ import main
 from lightning_accel.callbacks.distillation.teacher import load_teacher
 from lightning_accel.cli.checkpoints import Checkpoint
+from lightning_accel.cli.checks import require_even_processes
 from lightning_accel.cli.errors import UsageError, require_config_files
 from lightning_accel.cli.run_folder import require_names
+from tests.strategies.test_launched import Dealt
 
 OFF = ["--trainer.accelerator=cpu", "--trainer.max_epochs=1", "--trainer.enable_progress_bar=false"]
 OURS = ["fit", *OFF, "--model=MoEClassifier", "--data=DigitsDataModule"]
@@ -486,3 +488,13 @@ def test_a_full_disk_is_told_with_what_to_do(command, run_folder):
     result = command("fit", *OFF, "--model=without_room.Recurrent")
     assert result.status == 1
     assert "give another by --trainer.default_root_dir" in result.err
+
+
+def test_a_launcher_that_starts_other_processes_than_the_trainer_counts():
+    options = {"accelerator": "cpu", "devices": 2, "logger": False, "enable_checkpointing": False}
+    require_even_processes(L.Trainer(**options, strategy="ddp"))  # which starts them itself
+    require_even_processes(L.Trainer(**options, strategy="ddp", plugins=[Dealt(0, 2)]))
+    for strategy in ("accel_ddp", "accel_fsdp2", "accel_pipeline"):
+        require_even_processes(L.Trainer(**options, strategy=strategy, plugins=[Dealt(0, 3)]))
+    with pytest.raises(UsageError, match=r"3 processes were started, but rows would be dealt to 2: .* take accel_ddp"):
+        require_even_processes(L.Trainer(**options, strategy="ddp", plugins=[Dealt(0, 3)]))
