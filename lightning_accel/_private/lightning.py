@@ -63,6 +63,11 @@ def set_last_saved_step(keeper: ModelCheckpoint, step: int) -> None:
     keeper._last_global_step_saved = step
 
 
+def requeue_path(trainer: Trainer) -> str:
+    """Return the file that Lightning's handler of Slurm's requeue signal would write now."""
+    return str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
+
+
 def count_queued_files() -> None:
     """Let ModelCheckpoint's public ``file_exists``, by which it chooses names, ask the CheckpointIO first.
 

@@ -12,7 +12,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_accel._private.lightning import last_saved_step
+from lightning_accel._private.lightning import last_saved_step, requeue_path
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of, move_last
 from lightning_accel.strategies.checkpoints.stores import join_location
@@ -28,7 +28,7 @@ class SaveOnSignal(L.Callback):
 
     It replaces Lightning's handler, which sends a broadcast from within the signal, between whichever collectives run,
     and saves nothing. Under Slurm, Lightning's handler of the requeue signal stays, and is called after a step, on all
-    processes, instead of in the middle of one.
+    processes, instead of in the middle of one; the file that it saves is removed like this callback's.
 
     Args:
         every_n_steps: optimizer steps between agreements; a single process needs none. The time before SIGKILL (30 s
@@ -120,7 +120,8 @@ class SaveOnSignal(L.Callback):
 
     def _save_and_stop(self, number: int, trainer: L.Trainer) -> None:
         if number == self._requeue_signal and callable(self._requeue):
-            self._requeue(number, None)  # saves, and asks Slurm to stop and restart this job
+            self._files[requeue_path(trainer)] = trainer.global_step
+            self._requeue(number, None)  # saves that file, and asks Slurm to stop and restart this job
             return
         keeper = trainer.checkpoint_callback
         folder = getattr(keeper, "dirpath", None) or trainer.default_root_dir
