@@ -1,0 +1,47 @@
+"""Searches of hyperparameters over a config, by Optuna and by Ray Tune."""
+
+import re
+import subprocess
+import sys
+
+import pandas as pd
+import pytest
+
+from tests.test_launch import ROOT, environment
+
+pytestmark = pytest.mark.slow
+RUN = ["--", f"--config={ROOT / 'configs/moe_digits.yaml'}", "--trainer.max_epochs=2", "--trainer.accelerator=cpu"]
+
+
+def search(script, folder, *options):
+    command = [sys.executable, ROOT / "configs/launch" / script, *options, *RUN, "--trainer.enable_progress_bar=false"]
+    done = subprocess.run(
+        command, cwd=folder, env=environment(), capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return float(re.search(r"best val/accuracy: (\d\.\d+), with .*dropout", done.stdout)[1])
+
+
+def accuracies(folder):
+    """The last val/accuracy of each run below a folder."""
+    tables = [pd.read_csv(path) for path in folder.glob("**/metrics.csv")]
+    return [table["val/accuracy"].dropna().iloc[-1] for table in tables]
+
+
+def test_optuna_searches_and_goes_on(tmp_path):
+    optuna = pytest.importorskip("optuna")
+    pytest.importorskip("optuna_integration")
+    search("optuna_search.py", tmp_path, "--trials=1")
+    best = search("optuna_search.py", tmp_path, "--trials=2")
+    study = optuna.load_study(study_name="search", storage=f"sqlite:///{tmp_path}/search.db")
+    assert sorted(accuracies(tmp_path)) == pytest.approx(sorted(trial.value for trial in study.trials))
+    assert len({trial.params["dropout"] for trial in study.trials}) == 3
+    assert best == pytest.approx(study.best_value, abs=1e-4)
+
+
+def test_ray_tune_searches(tmp_path):
+    pytest.importorskip("ray.tune")
+    best = search("ray_tune.py", tmp_path, "--trials=2", f"--storage={tmp_path / 'search'}")
+    found = accuracies(tmp_path / "search")
+    assert len(found) == 2
+    assert best == pytest.approx(max(found), abs=1e-4)
