@@ -249,6 +249,30 @@ def test_names_of_queued_files_count_as_taken(tmp_path):
         assert {name for name in names if keeper.file_exists(tmp_path / name, trainer)} == taken
 
 
+def test_the_file_of_a_requeue_has_the_next_number(tmp_path):
+    (tmp_path / "hpc_ckpt_3.ckpt").touch()
+    trainer = L.Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path)
+    assert private.requeue_path(trainer) == str(tmp_path / "hpc_ckpt_4.ckpt")
+
+
+def test_saves_end_before_they_return_unless_a_model_checkpoint_asks(tmp_path):
+    class Waits(TorchCheckpointIO):
+        def wait(self):
+            waited.append(1)
+
+    class Saves(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == 1:
+                trainer.save_checkpoint(tmp_path / "mine")
+
+    private.finish_other_saves()
+    private.finish_other_saves()
+    waited: list[int] = []
+    keeper = ModelCheckpoint(tmp_path, every_n_train_steps=1)
+    fit(Saves(), keeper, plugins=[Waits()], enable_checkpointing=True)
+    assert waited == [1]
+
+
 def test_hooks_of_a_step_are_called_and_gradients_clipped():
     class Precision(MixedPrecision):
         def optimizer_step(self, optimizer, model, closure, **kwargs):

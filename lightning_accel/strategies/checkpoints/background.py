@@ -83,6 +83,10 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
             future.result()
         self._raise_error()
 
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        self._raise_error()
+        super().save_checkpoint(checkpoint, path, storage_options)
+
     def save_sharded(
         self,
         state: dict[str, Any],
@@ -90,7 +94,7 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
         path: str | Path,
         strategy: DDPStrategy | ModelParallelStrategy,
     ) -> None:
-        if strategy.reduce_boolean_decision(self._error is not None, all=False):  # or the slower ones would go on
+        if strategy.reduce_boolean_decision(self._error is not None, all=False):  # or the later ones go on
             self.wait()
             raise NotWrittenError(
                 f"{path} is not written: an earlier checkpoint failed on another process, which says why"
@@ -122,7 +126,6 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
             self._group, self._has_failed = None, False
 
     def _save(self, content: dict[str, Any], path: str | Path, write: Callable[[dict[str, Any]], None]) -> None:
-        self._raise_error()
         if PurePosixPath(str(path)).name.startswith("hpc_ckpt"):  # Lightning asks Slurm to end the job right after it
             self.wait()
             write(content)

@@ -1,6 +1,7 @@
 """Checkpoints written atomically, and the search for the newest undamaged one."""
 
 import re
+import socket
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -182,7 +183,7 @@ class AtomicModelParallelStrategy(ModelParallelStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         reject_storage_options(storage_options)
-        path, writer = self.broadcast(str(filepath)), checkpoint_io_of(self)
+        path, writer = agreed_path(filepath), checkpoint_io_of(self)
         if saves_sharded(self):
             states = {f"optimizer_{i}": state for i, state in enumerate(checkpoint.pop("optimizer_states", []))}
             writer.save_sharded({"state_dict": checkpoint.pop("state_dict"), **states}, checkpoint, path, self)
@@ -202,6 +203,25 @@ def checkpoint_io_of(strategy: Strategy) -> AtomicCheckpointIO:
     """Return the plug-in that writes a strategy's checkpoints, or one of ours where it has another one."""
     found = strategy.checkpoint_io
     return found if isinstance(found, AtomicCheckpointIO) else AtomicCheckpointIO()
+
+
+def agreed_path(path: str | Path) -> str:
+    """Return the path that the first process was given of a checkpoint to which all write.
+
+    Raises:
+        ValueError: if processes of several machines were given other paths, as by Ray's callback, each of which reports
+            a folder of its own. That of the first process would lack what the other machines write.
+    """
+    given: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(given, (str(path), socket.gethostname()))
+    paths, machines = ({each[part] for each in given} for part in (0, 1))
+    if len(paths) > 1 and len(machines) > 1:
+        raise ValueError(
+            f"processes of {len(machines)} machines were to write one sharded checkpoint to {len(paths)} places, such "
+            f"as {min(paths)}. Save it by ModelCheckpoint(dirpath=...), in a folder that all machines see or a store; "
+            "Ray's RayTrainReportCallback keeps whole checkpoints alone"
+        )
+    return str(given[0][0])
 
 
 def checkpoint_folders(trainer: L.Trainer) -> list[str]:

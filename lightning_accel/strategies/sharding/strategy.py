@@ -22,6 +22,7 @@ from lightning_accel.ops.blocks import find_blocks
 from lightning_accel.ops.names import list_of_names
 from lightning_accel.strategies.batch_samplers import require_distributable_batches
 from lightning_accel.strategies.checkpoints.io import (
+    agreed_path,
     checkpoint_folders,
     checkpoint_io_of,
     reject_storage_options,
@@ -274,7 +275,7 @@ class FullyShardedStrategy(LaunchedStrategy):
             return
         reject_storage_options(storage_options)
         assert self.lightning_module is not None
-        path = self.broadcast(str(filepath))
+        path = agreed_path(filepath)
         optimizers = self.optimizers if "optimizer_states" in checkpoint else []
         state = local_state(self.lightning_module, optimizers)
         rest = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}

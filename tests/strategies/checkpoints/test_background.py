@@ -5,9 +5,11 @@ import os
 import pickle
 import re
 import signal
+import socket
 import threading
 import time
 import warnings
+from concurrent.futures import wait
 from contextlib import ExitStack
 from functools import partial
 
@@ -346,6 +348,11 @@ def check_failure(rank, folder, at):
                 setattr(target, name, lambda *_, **__: (_ for _ in ()).throw(PermissionError("not allowed")))
 
     class Late(BackgroundCheckpointIO):
+        def _save(self, *arguments):
+            if rank == 0:  # it hears of the failure where all processes have agreed to go on
+                wait([each[0] for each in self._pending], timeout=10)
+            super()._save(*arguments)
+
         def _note_error(self, error, what):
             time.sleep(rank)  # the second process would have gone on to its next step
             super()._note_error(error, what)
@@ -394,3 +401,23 @@ def check_needs_folder(rank, folder):
 
 def test_sharded_checkpoints_for_a_store_need_a_local_folder(tmp_path):
     run_ranks(check_needs_folder, tmp_path)
+
+
+def check_places(rank, folder):
+    """Save to a folder of each process, as Ray's callback does, on one machine and on two."""
+    trainer, module = boring(folder / "kept", AtomicCheckpointIO(), devices=2, strategy="accel_fsdp2")
+    trainer.strategy.checkpoints = "sharded"
+    trainer.fit(module)
+    trainer.save_checkpoint(folder / f"of-{rank}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: f"machine{rank}")
+        with pytest.raises(ValueError, match=r"processes of 2 machines .* to 2 places, such as .*of-0\. Save it"):
+            trainer.save_checkpoint(folder / f"of-{rank}")
+        trainer.save_checkpoint(folder / "of-all")
+
+
+def test_machines_that_save_shards_to_different_places_are_told(tmp_path):
+    run_ranks(check_places, tmp_path, timeout_s=60)
+    for name in ("of-0", "of-all"):
+        assert {path.name for path in (tmp_path / name).glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
+    assert not (tmp_path / "of-1").exists()
