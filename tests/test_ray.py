@@ -1,6 +1,7 @@
 """Runs on a local cluster of Ray, whose workers are killed."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,48 +25,43 @@ pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 LAUNCH = ROOT / "configs/launch"
 
-TRAINER = '''
-"""A Trainer of one's own on workers of Ray, with its checkpoints: strategy, whether its checkpoints are in a thread."""
-import os, pathlib, signal, sys
+PAGE = (LAUNCH / "README.md").read_text()
+IN_TEST = {
+    "max_epochs=5,": "max_epochs=5, accelerator='cpu', logger=False, enable_checkpointing=False,",
+    "plugins=[": "plugins=[BackgroundCheckpointIO(), ",
+    "callbacks=[": "enable_model_summary=False, enable_progress_bar=False, callbacks=[Dies(), ",
+    "YourModule": "Slow",
+    "def train(settings):": "def train(settings):\n    prepare(settings)",
+}
+AS_RAY_WANTS = {"FullyShardedStrategy()": "RayShardedStrategy()", "trainer.fit": "prepare_trainer(trainer).fit"}
+BEFORE = '''
+import os, pathlib, signal
 import lightning as L
-import ray.train
-import torch
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
-from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment, RayTrainReportCallback, prepare_trainer
+from ray.train.lightning import RayDDPStrategy, prepare_trainer
 from ray.train.torch import TorchTrainer
+from slow_module import Slow
+from lightning_accel import FullyShardedStrategy
+from lightning_accel.strategies import BackgroundCheckpointIO
+
+
+class RayShardedStrategy(FullyShardedStrategy, RayDDPStrategy):
+    """What prepare_trainer asks for."""
 
 
 class Dies(L.Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.current_epoch == 2 and batch_idx == 3 and trainer.global_rank == 1 and not self.marker.exists():
-            self.marker.touch()
+        dead = pathlib.Path("dead")
+        if trainer.current_epoch == 2 and batch_idx == 3 and trainer.global_rank == 1 and not dead.exists():
+            dead.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(settings):
-    from slow_module import Slow
-
-    from lightning_accel import ExactResume, FullyShardedStrategy
-    from lightning_accel.strategies import BackgroundCheckpointIO
-
-    class RayShardedStrategy(FullyShardedStrategy, RayDDPStrategy):
-        """What prepare_trainer asks for."""
-
+def prepare(settings):
     os.chdir(settings["folder"])
     L.seed_everything(3)
-    dies = Dies()
-    dies.marker = pathlib.Path("dead")
-    trainer = L.Trainer(
-        accelerator="cpu", strategy=RayShardedStrategy(), max_epochs=5, logger=False, enable_checkpointing=False,
-        plugins=[RayLightningEnvironment(), BackgroundCheckpointIO()], enable_progress_bar=False,
-        callbacks=[ExactResume(), RayTrainReportCallback(), dies], enable_model_summary=False,
-    )
-    checkpoint, module = ray.train.get_checkpoint(), Slow()
-    if checkpoint is None:
-        prepare_trainer(trainer).fit(module)
-    else:
-        with checkpoint.as_directory() as folder:
-            prepare_trainer(trainer).fit(module, ckpt_path=f"{folder}/checkpoint.ckpt")
+'''
+AFTER = """
     trainer.save_checkpoint("end.ckpt")
 
 
@@ -80,7 +76,7 @@ if __name__ == "__main__":
         ),
     ).fit()
     assert result.metrics["step"] == 40
-'''
+"""
 
 
 def start(script: object, where: Path, *arguments: object) -> subprocess.Popen:
@@ -103,10 +99,15 @@ def test_a_config_goes_on_when_a_worker_is_killed(folder, whole):  # noqa: F811
 
 
 @pytest.mark.weekly
-def test_a_trainer_goes_on_from_what_ray_keeps_when_a_worker_is_killed(folder):  # noqa: F811
-    (folder / "train.py").write_text(TRAINER)
+def test_the_trainer_of_the_page_goes_on_from_what_ray_keeps_when_a_worker_is_killed(folder):  # noqa: F811
+    [program] = re.findall("```python\n(.*?)```", PAGE, re.DOTALL)
     ends = []
-    for dies in (False, True):
+    for dies, changes in ((False, IN_TEST | AS_RAY_WANTS), (True, IN_TEST)):
+        changed = program
+        for old, new in changes.items():
+            assert old in changed
+            changed = changed.replace(old, new)
+        (folder / "train.py").write_text(BEFORE + changed + AFTER)
         (folder / "dead").unlink(missing_ok=True) if dies else (folder / "dead").touch()
         assert finish(start("train.py", folder), folder) == 0, (folder / "log.txt").read_text()[-3000:]
         ends.append(torch.load(folder / "end.ckpt", weights_only=True))
