@@ -183,12 +183,13 @@ class AtomicModelParallelStrategy(ModelParallelStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         reject_storage_options(storage_options)
-        path, writer = agreed_path(filepath), checkpoint_io_of(self)
+        writer = checkpoint_io_of(self)
         if saves_sharded(self):
+            path = agreed_path(filepath)
             states = {f"optimizer_{i}": state for i, state in enumerate(checkpoint.pop("optimizer_states", []))}
             writer.save_sharded({"state_dict": checkpoint.pop("state_dict"), **states}, checkpoint, path, self)
         elif self.is_global_zero:
-            writer.save_checkpoint(checkpoint, path)
+            writer.save_checkpoint(checkpoint, filepath)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         if self.is_global_zero:
@@ -209,16 +210,16 @@ def agreed_path(path: str | Path) -> str:
     """Return the path that the first process was given of a checkpoint to which all write.
 
     Raises:
-        ValueError: if processes of several machines were given other paths, as by Ray's callback, each of which reports
-            a folder of its own. That of the first process would lack what the other machines write.
+        ValueError: if processes of several machines were given other folders, as by Ray's callback, where each reports
+            one of its own. That of the first process would lack what the other machines write.
     """
     given: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(given, (str(path), socket.gethostname()))
-    paths, machines = ({each[part] for each in given} for part in (0, 1))
-    if len(paths) > 1 and len(machines) > 1:
+    dist.all_gather_object(given, (str(path), str(Path(path).parent), socket.gethostname()))
+    folders, machines = ({each[part] for each in given} for part in (1, 2))
+    if len(folders) > 1 and len(machines) > 1:
         raise ValueError(
-            f"processes of {len(machines)} machines were to write one sharded checkpoint to {len(paths)} places, such "
-            f"as {min(paths)}. Save it by ModelCheckpoint(dirpath=...), in a folder that all machines see or a store; "
+            f"processes of {len(machines)} machines were to write one sharded checkpoint to {len(folders)} folders, such "
+            f"as {min(folders)}. Save it by ModelCheckpoint(dirpath=...), in a folder that all machines see or a store; "
             "Ray's RayTrainReportCallback keeps whole checkpoints alone"
         )
     return str(given[0][0])

@@ -408,16 +408,16 @@ def check_places(rank, folder):
     trainer, module = boring(folder / "kept", AtomicCheckpointIO(), devices=2, strategy="accel_fsdp2")
     trainer.strategy.checkpoints = "sharded"
     trainer.fit(module)
-    trainer.save_checkpoint(folder / f"of-{rank}")
+    trainer.save_checkpoint(folder / f"of-{rank}/a.ckpt")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "gethostname", lambda: f"machine{rank}")
-        with pytest.raises(ValueError, match=r"processes of 2 machines .* to 2 places, such as .*of-0\. Save it"):
-            trainer.save_checkpoint(folder / f"of-{rank}")
-        trainer.save_checkpoint(folder / "of-all")
+        with pytest.raises(ValueError, match=r"processes of 2 machines .* to 2 folders, such as .*of-0\. Save it"):
+            trainer.save_checkpoint(folder / f"of-{rank}/a.ckpt")
+        trainer.save_checkpoint(folder / "of-all/a.ckpt")
 
 
 def test_machines_that_save_shards_to_different_places_are_told(tmp_path):
     run_ranks(check_places, tmp_path, timeout_s=60)
     for name in ("of-0", "of-all"):
-        assert {path.name for path in (tmp_path / name).glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
+        assert {path.name for path in (tmp_path / name / "a.ckpt").glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
     assert not (tmp_path / "of-1").exists()
