@@ -219,7 +219,7 @@ def agreed_path(path: str | Path) -> str:
     if len(folders) > 1 and len(machines) > 1:
         raise ValueError(
             f"processes of {len(machines)} machines were to write one sharded checkpoint to {len(folders)} folders, "
-            f"such as {min(folders)}. Save it by ModelCheckpoint(dirpath=...), in a folder that all machines see or in a "
+            f"such as {min(folders)}. Save it by ModelCheckpoint(dirpath=...), in a folder that all machines see or a "
             "store; Ray's RayTrainReportCallback keeps whole checkpoints alone"
         )
     return str(given[0][0])
