@@ -337,13 +337,17 @@ def test_a_run_goes_on_from_what_was_written_in_the_background(tmp_path, name, i
 
 
 def check_failure(rank, folder, at):
-    """Let the second process fail, and return what each process raises."""
+    """Let the second process fail, or the first, which alone removes, and return what each process raises."""
+    failing = {
+        "upload": (1, tests.store.Store, "put_file"), "write": (1, FileSystemWriter, "write_data"),
+        "remove": (0, AtomicCheckpointIO, "remove_checkpoint"), "folder": (-1, None, ""),
+    }  # fmt: skip
 
     class Failing(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            if batch_idx == 2 and rank == 1 and at != "folder":
+            where, target, name = failing[at]
+            if batch_idx == 2 and rank == where:
                 trainer.strategy.checkpoint_io.wait()
-                target, name = (tests.store.Store, "put_file") if at == "upload" else (FileSystemWriter, "write_data")
                 stack.callback(setattr, target, name, getattr(target, name))
                 setattr(target, name, lambda *_, **__: (_ for _ in ()).throw(PermissionError("not allowed")))
 
@@ -363,17 +367,22 @@ def check_failure(rank, folder, at):
         f"store://{folder}/bucket", Late(copies), Failing(), devices=2,
         strategy=FullyShardedStrategy(checkpoints="sharded"),
     )  # fmt: skip
-    told = pytest.raises(OSError, match=r"process 1|local_folder|not allowed")
+    told = pytest.raises(OSError, match=r"process 1|local_folder|not allowed|on another process")
     with ExitStack() as stack, warnings.catch_warnings(action="ignore"), told as failed:
         trainer.fit(module)
     return f"{type(failed.value).__name__}: {failed.value}"
 
 
-@pytest.mark.parametrize("at", ["upload", *(pytest.param(at, marks=pytest.mark.slow) for at in ("write", "folder"))])
+@pytest.mark.parametrize(
+    "at", ["upload", *(pytest.param(at, marks=pytest.mark.slow) for at in ("write", "remove", "folder"))]
+)
 def test_where_one_process_fails_all_are_told(tmp_path, at):
     first, second = run_ranks(check_failure, tmp_path, at, timeout_s=60)
     reason = "cannot be written" if at == "folder" else "not allowed"
     assert reason in first
+    if at == "remove":
+        assert second.endswith(".ckpt is not written: an earlier checkpoint failed on another process, which says why")
+        return
     assert reason in second
     if at == "write":
         assert ".ckpt: process 1 could not write its shard: PermissionError: not allowed" in first
