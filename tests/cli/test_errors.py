@@ -85,6 +85,13 @@ WRONG = [
         r"ModelParallelStrategy writes sharded checkpoints itself.* Take the strategy accel_fsdp2 with checkpoints",
     ),
     (
+        config(
+            "model: MoEClassifier\ndata: DigitsDataModule\ntrainer: {devices: 2, strategy: ddp, plugins: {class_path: "
+            "tests.strategies.test_launched.Dealt, init_args: {rank: 0, size: 3}}}"
+        ),
+        r"3 processes were started, but rows would be dealt to 2: the Trainer has num_nodes=1 and devices=2",
+    ),
+    (
         [*OURS, "--trainer.plugins=BackgroundCheckpointIO", "--trainer.plugins.local_folder=present.csv"],
         r"cannot write to the log folder .*present.csv: File exists. Give another: .* or the plug-in's local_folder",
     ),

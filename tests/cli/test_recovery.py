@@ -4,11 +4,13 @@ import re
 import shutil
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
 
 import tests.store  # noqa: F401
 from lightning_accel import Classifier
+from lightning_accel.cli.checkpoints import _is_one_machine
 from lightning_accel.compress import load_pruned
 from lightning_accel.strategies.checkpoints.reading import find_damage
 from tests.cli.test_runs import OWN, QUIET
@@ -196,3 +198,14 @@ def test_a_sharded_folder_runs_no_code(command, finished, run_folder):
             assert (result.status, marker.exists()) == (2, False)
             assert re.search(r"newest.ckpt holds objects other than tensors .*mkdir", result.err), result.err
         shutil.rmtree(folder)
+
+
+def test_copies_that_other_machines_do_not_have_are_no_places_to_go_on_from(monkeypatch):
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert _is_one_machine(trainer)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert _is_one_machine(trainer)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # the launcher's machines, of which the Trainer was not told
+    assert not _is_one_machine(trainer)
