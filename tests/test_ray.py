@@ -87,8 +87,7 @@ def start(script: object, where: Path, *arguments: object) -> subprocess.Popen:
 
 
 def test_a_config_goes_on_when_a_worker_is_killed(folder, whole):  # noqa: F811
-    options = ("--workers", 2, "--storage", folder / "runs", "--", "--config=fit.yaml", "--model.pause=0.1")
-    driver = start(LAUNCH / "ray_train.py", folder, *options)
+    driver = start(LAUNCH / "ray_train.py", folder, "--", "--config=fit.yaml", "--model.pause=0.1")
     os.kill(wait_for_step(folder, 10), signal.SIGKILL)
     assert finish(driver, folder) == 0, (folder / "log.txt").read_text()[-3000:]
     log = (folder / "log.txt").read_text()

@@ -13,13 +13,27 @@ pytestmark = pytest.mark.slow
 RUN = ["--", f"--config={ROOT / 'configs/moe_digits.yaml'}", "--trainer.max_epochs=2", "--trainer.accelerator=cpu"]
 
 
-def search(script, folder, *options):
-    command = [sys.executable, ROOT / "configs/launch" / script, *options, *RUN, "--trainer.enable_progress_bar=false"]
-    done = subprocess.run(
+def start(script, folder, *options):
+    command = [sys.executable, ROOT / "configs/launch" / script, *options, "--trainer.enable_progress_bar=false"]
+    return subprocess.run(
         command, cwd=folder, env=environment(), capture_output=True, text=True, check=False, timeout=300
     )
+
+
+def search(script, folder, *options):
+    done = start(script, folder, *options, *RUN)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return float(re.search(r"best val/accuracy: (\d\.\d+), with .*dropout", done.stdout)[1])
+
+
+@pytest.mark.parametrize("script", ["optuna_search.py", "ray_tune.py", "ray_train.py"])
+def test_wrong_options_are_told_once(tmp_path, script):
+    pytest.importorskip("optuna_integration")
+    pytest.importorskip("ray")
+    done = start(script, tmp_path, *RUN, "--model.dropuot=0.1")
+    assert done.returncode == 2
+    assert "has no option 'dropuot'; did you mean 'dropout'?" in done.stderr
+    assert done.stderr.count("Traceback") == 0
 
 
 def accuracies(folder):
@@ -32,8 +46,9 @@ def test_optuna_searches_and_goes_on(tmp_path):
     optuna = pytest.importorskip("optuna")
     pytest.importorskip("optuna_integration")
     search("optuna_search.py", tmp_path, "--trials=1")
-    best = search("optuna_search.py", tmp_path, "--trials=2")
-    study = optuna.load_study(study_name="search", storage=f"sqlite:///{tmp_path}/search.db")
+    best = search("optuna_search.py", tmp_path, "--trials=3")
+    [summary] = optuna.get_all_study_summaries(f"sqlite:///{tmp_path}/search.db")
+    study = optuna.load_study(study_name=summary.study_name, storage=f"sqlite:///{tmp_path}/search.db")
     assert sorted(accuracies(tmp_path)) == pytest.approx(sorted(trial.value for trial in study.trials))
     assert len({trial.params["dropout"] for trial in study.trials}) == 3
     assert best == pytest.approx(study.best_value, abs=1e-4)

@@ -61,7 +61,7 @@ class SimulatedSlurm:
             "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NODELIST": "localhost", "SLURM_NODELIST": "localhost",
             "PATH": f"{place / 'bin'}:{environment()['PATH']}",
         }  # fmt: skip
-        self.restarts = 0
+        self.restarts, self.job_id = 0, 12007
 
     def submit(self, *arguments):
         self.arguments = arguments
@@ -161,6 +161,7 @@ class RealSlurm:
         options = ("--parsable", "--ntasks-per-node=2", f"--output={self.folder / 'log.txt'}")
         self.job = self._ask("sbatch", *options, SCRIPT, *arguments).strip()
         assert self.job, self.log()
+        self.job_id = self.job
 
     def signal(self, number):
         self._ask("scancel", f"--signal={signal.Signals(number).name.removeprefix('SIG')}", self.job)
@@ -209,6 +210,7 @@ def test_a_job_that_is_told_to_stop_and_one_that_is_killed_come_back(folder, who
     assert "--ckpt_path auto: no checkpoint yet, a new run begins" in log
     assert log.count("--ckpt_path auto: going on from ") == 2
     assert "Handling auto-requeue signal" in log
-    assert "a process ended with status 137: the job goes back into the queue" in log
+    assert "a process ended with status 137\nthe job goes back into the queue" in log
+    assert len((folder / f"slurm-{cluster.job_id}.failures").read_text().splitlines()) == 1  # no requeue by signal
     assert not list(Path(folder).glob("hpc_ckpt*"))
     assert_equal_ends(end_of(folder), whole)

@@ -6,12 +6,15 @@
 #SBATCH --job-name=fit --nodes=1 --ntasks-per-node=1 --cpus-per-task=1 --time=24:00:00
 #SBATCH --signal=SIGUSR1@120 --requeue --open-mode=append --output=slurm-%j.log
 
+python -m lightning_accel fit "$@" --print_config > /dev/null || exit # wrong options are told at once, and once
 srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
     python -m lightning_accel fit --ckpt_path auto "$@" \
     --trainer.num_nodes "$SLURM_JOB_NUM_NODES" --trainer.devices "$SLURM_NTASKS_PER_NODE"
 status=$?
-if ((status != 0 && status != 2 && ${SLURM_RESTART_COUNT:-0} < 3)); then # 2: the options are wrong
-    echo "a process ended with status $status: the job goes back into the queue"
+((status == 0)) && exit
+echo "$(date): a process ended with status $status" | tee -a "slurm-$SLURM_JOB_ID.failures"
+if (($(wc -l < "slurm-$SLURM_JOB_ID.failures") <= 3)); then
+    echo "the job goes back into the queue"
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit $status

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loops.fit_loop import RestartStage
 from lightning.pytorch.plugins import LayerSync, Precision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -96,9 +97,9 @@ def count_queued_files() -> None:
 def finish_other_saves() -> None:
     """Let the public ``Trainer.save_checkpoint`` return when the file is there, unless a ModelCheckpoint calls it.
 
-    A CheckpointIO with a method ``wait`` writes in the background. ModelCheckpoint needs no file at once, and anything
-    else may read it, such as Ray's callback, which reports it. The callers are told apart in ModelCheckpoint's
-    ``_save_checkpoint``, since a CheckpointIO does not know who calls it.
+    A CheckpointIO that writes in the background has a method ``finish``, which all processes call. ModelCheckpoint
+    needs no file at once, and anything else may read it, such as Ray's callback, which reports it. The callers are told
+    apart in ModelCheckpoint's ``_save_checkpoint``, since a CheckpointIO does not know who calls it.
     """
     save, save_of_keeper = Trainer.save_checkpoint, ModelCheckpoint._save_checkpoint
     if getattr(save, "finishes", False):
@@ -117,8 +118,9 @@ def finish_other_saves() -> None:
     @functools.wraps(save)
     def save_checkpoint(self: Trainer, *arguments: Any, **options: Any) -> None:
         save(self, *arguments, **options)
-        if not getattr(of_keeper, "depth", 0) and (wait := getattr(self.strategy.checkpoint_io, "wait", None)):
-            wait()
+        finish = getattr(self.strategy.checkpoint_io, "finish", None)
+        if finish is not None and not getattr(of_keeper, "depth", 0):
+            finish(None if self.state.status == TrainerStatus.INTERRUPTED else self.strategy)  # others may be gone
 
     save_checkpoint.finishes = True  # type: ignore[attr-defined]
     Trainer.save_checkpoint, ModelCheckpoint._save_checkpoint = save_checkpoint, _save_checkpoint  # type: ignore[method-assign]

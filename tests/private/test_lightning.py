@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision, TorchSyncBatchNorm
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.compile import from_compiled
 from torchmetrics import MeanMetric
@@ -257,8 +258,8 @@ def test_the_file_of_a_requeue_has_the_next_number(tmp_path):
 
 def test_saves_end_before_they_return_unless_a_model_checkpoint_asks(tmp_path):
     class Waits(TorchCheckpointIO):
-        def wait(self):
-            waited.append(1)
+        def finish(self, strategy):
+            waited.append(strategy)
 
     class Saves(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
@@ -269,8 +270,11 @@ def test_saves_end_before_they_return_unless_a_model_checkpoint_asks(tmp_path):
     private.finish_other_saves()
     waited: list[int] = []
     keeper = ModelCheckpoint(tmp_path, every_n_train_steps=1)
-    fit(Saves(), keeper, plugins=[Waits()], enable_checkpointing=True)
-    assert waited == [1]
+    trainer = fit(Saves(), keeper, plugins=[Waits()], enable_checkpointing=True)
+    assert waited == [trainer.strategy]
+    trainer.state.status = TrainerStatus.INTERRUPTED
+    trainer.save_checkpoint(tmp_path / "mine")
+    assert waited == [trainer.strategy, None]
 
 
 def test_hooks_of_a_step_are_called_and_gradients_clipped():

@@ -41,8 +41,8 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
 
     What cannot be copied, such as sparse tensors and tensors of torchao, is written at once, with a warning. Only
     ModelCheckpoint is served in the background: where others call ``trainer.save_checkpoint``, such as Ray's
-    RayTrainReportCallback, the file is there when it returns. Loggers that upload checkpoints see those that are
-    complete.
+    RayTrainReportCallback, the file is there when it returns, on all processes. Loggers that upload checkpoints see
+    those that are complete.
 
     Args:
         local_folder: a folder on a disk of each machine, for copies of checkpoints whose paths have a protocol.
@@ -83,6 +83,23 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
             future.result()
         self._raise_error()
 
+    def finish(self, strategy: Strategy | None) -> None:
+        """Wait on all processes until everything is written and removed; None as ``strategy``: on this one alone.
+
+        Raises:
+            OSError: as :meth:`wait` does, also where another process could not write.
+        """
+        error = None
+        try:
+            self.wait()
+        except Exception as found:
+            error = found
+        has_failed = strategy is not None and strategy.reduce_boolean_decision(error is not None, all=False)
+        if error is not None:
+            raise error
+        if has_failed:
+            raise NotWrittenError("a checkpoint could not be written by another process, which says why")
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         self._raise_error()
         super().save_checkpoint(checkpoint, path, storage_options)
@@ -95,10 +112,7 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
         strategy: DDPStrategy | ModelParallelStrategy,
     ) -> None:
         if strategy.reduce_boolean_decision(self._error is not None, all=False):  # or the later ones go on
-            self.wait()
-            raise NotWrittenError(
-                f"{path} is not written: an earlier checkpoint failed on another process, which says why"
-            )
+            self.finish(strategy)
         super().save_sharded(state, rest, path, strategy)
 
     def local_path(self, path: str | Path) -> Path:

@@ -211,7 +211,7 @@ def agreed_path(path: str | Path) -> str:
 
     Raises:
         ValueError: if processes of several machines were given other folders, as by Ray's callback, where each reports
-            one of its own. That of the first process would lack what the other machines write.
+            one of its own: the first one's would lack what the other machines write.
     """
     given: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(given, (str(path), str(Path(path).parent), socket.gethostname()))
