@@ -124,7 +124,7 @@ class RealSlurm:
     """Slurm's own daemons, on this machine, as Debian packages them (slurmctld, slurmd, slurm-client, munge)."""
 
     def __init__(self, place):
-        self.folder, self.state = place, place / "slurm"
+        self.folder, self.state, self.started = place, place / "slurm", 0
         self.state.mkdir(mode=0o755)
         (self.state / "munge.key").write_bytes(os.urandom(128))
         (self.state / "munge.key").chmod(0o600)
@@ -170,11 +170,15 @@ class RealSlurm:
         return f"JobState={state}" in self._ask("scontrol", "show", "job", self.job)
 
     def start_again(self):
-        self._until(lambda: self._is("PENDING"))
-        self._ask("scontrol", "update", f"jobid={self.job}", "StartTime=now")  # else in two minutes
+        def begins():  # the queue would hold it for two minutes, and refuses while processes end
+            self._ask("scontrol", "update", f"jobid={self.job}", "StartTime=now")
+            return self.restarts == expected and self._is("RUNNING")
+
+        expected = self.started = self.started + 1
+        self._until(begins)
 
     def wait(self):
-        self._until(lambda: not (self._is("RUNNING") or self._is("PENDING") or self._is("COMPLETING")))
+        self._until(lambda: any(map(self._is, ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"))))
         return 0 if self._is("COMPLETED") else 1
 
     @property
