@@ -8,7 +8,8 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_accel._private.lightning import last_saved_file
+from lightning_accel._private.lightning import last_saved_file, last_saved_step
+from lightning_accel.callbacks import SaveOnSignal
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of
 from lightning_accel.cli.run_folder import ConfigSaver
 
@@ -26,8 +27,10 @@ def next_commands(trainer: L.Trainer, module: L.LightningModule, checkpoint: str
         return []
     config = saver.path
     if trainer.interrupted:
-        newest = next(filter(None, map(last_saved_file, callbacks_of(trainer, ModelCheckpoint))), None)
-        return [] if newest is None else [_line("fit", config, newest)]
+        saved = {last_saved_file(each): last_saved_step(each) for each in callbacks_of(trainer, ModelCheckpoint)}
+        saved |= {file: step for each in callbacks_of(trainer, SaveOnSignal) for file, step in each.files.items()}
+        newest = max(saved, key=lambda file: saved[file], default="")
+        return [_line("fit", config, newest)] if newest else []
     names = [name for name in ("test", "predict") if checkpoint is not None and _can(name, trainer, module)]
     if checkpoint is not None and trainer.enable_validation and is_overridden("validation_step", module):
         names.append("export")

@@ -55,6 +55,18 @@ def test_an_interrupted_fit_tells_how_to_go_on(command, run_folder, monkeypatch)
 
 
 @pytest.mark.usefixtures("own")
+def test_a_fit_that_is_told_to_stop_goes_on_from_what_was_saved_then(command, run_folder):
+    own = run_folder / "own_module.py"
+    own.write_text(own.read_text() + "\n\nclass Told(OwnModule):\n    def on_train_batch_start(self, batch, index):\n"
+                   "        if self.global_step == 1:\n            signal.raise_signal(signal.SIGTERM)\n"
+                   "\nimport signal\n")  # fmt: skip
+    done = command("fit", "--model=own_module.Told", *FIT[1:], "--trainer.callbacks=SaveOnSignal")
+    assert done.status == 143
+    (line,) = lines_of(done.out)
+    assert line[-1] == "my runs/x/version_0/checkpoints/signal-step=2.ckpt"
+
+
+@pytest.mark.usefixtures("own")
 def test_it_can_be_switched_off_and_is_not_added_twice(command, run_folder):
     done = command("fit", *FIT, "--run_report=false")
     assert done.status == 0

@@ -35,6 +35,9 @@ class SaveOnSignal(L.Callback):
             under torchrun, Slurm's KillWait) must suffice for that many steps and for writing a checkpoint.
         stop_signals: names of further signals to treat like SIGTERM, such as ``SIGUSR1``.
 
+    Attributes:
+        files: those of this run that no later checkpoint has replaced, and the steps at which they were written.
+
     Raises:
         ValueError: if ``every_n_steps`` is below 1 or a signal has another name.
     """
@@ -50,10 +53,10 @@ class SaveOnSignal(L.Callback):
         self._received = 0
         self._requeue: Any = None
         self._requeue_signal = 0
-        self._files: dict[str, int] = {}  # files of this run, and the steps at which they were written
+        self.files: dict[str, int] = {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._files = {}
+        self.files = {}
         move_last(trainer, self)
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -102,33 +105,33 @@ class SaveOnSignal(L.Callback):
             self._remove_outdated(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"files": self._files} if self._files else {}
+        return {"files": self.files} if self.files else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._files = dict(state_dict["files"])
+        self.files = dict(state_dict["files"])
 
     def _remove_outdated(self, trainer: L.Trainer) -> None:
         """Remove files that are older than a full checkpoint written by a ModelCheckpoint since."""
         keepers = callbacks_of(trainer, ModelCheckpoint)
         steps = [last_saved_step(each) for each in keepers if not each.save_weights_only]
-        for file in [file for file, step in self._files.items() if step < max(steps, default=0)]:
+        for file in [file for file, step in self.files.items() if step < max(steps, default=0)]:
             trainer.strategy.remove_checkpoint(file)
-            del self._files[file]
+            del self.files[file]
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         self._received = number
 
     def _save_and_stop(self, number: int, trainer: L.Trainer) -> None:
         if number == self._requeue_signal and callable(self._requeue):
-            self._files[requeue_path(trainer)] = trainer.global_step
+            self.files[requeue_path(trainer)] = trainer.global_step
             self._requeue(number, None)  # saves that file, and asks Slurm to stop and restart this job
             return
         keeper = trainer.checkpoint_callback
         folder = getattr(keeper, "dirpath", None) or trainer.default_root_dir
         path = join_location(folder, f"signal-step={trainer.global_step}.ckpt")
-        outdated, self._files = self._files, {str(path): trainer.global_step}
+        outdated, self.files = self.files, {str(path): trainer.global_step}
         trainer.save_checkpoint(path)
-        for file in outdated.keys() - self._files.keys():
+        for file in outdated.keys() - self.files.keys():
             trainer.strategy.remove_checkpoint(file)
         rank_zero_info(f"{signal.Signals(number).name}: saved {path}, and stop")
         raise SystemExit(128 + number)
