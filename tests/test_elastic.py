@@ -5,7 +5,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -32,9 +31,8 @@ def free_port():
 
 
 def start_two(command, where, **variables):
-    """Start ``command`` as on two machines of one process each, whose first leads; return both and their output."""
+    """Start ``command`` as on two machines of one process each, of which the first has the rendezvous."""
     variables = {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": f"localhost:{free_port()}", "PET_RDZV_ID": "fit",
         **variables,
     }  # fmt: skip
@@ -63,8 +61,9 @@ def test_a_machine_that_is_lost_is_done_without(folder):  # noqa: F811
     started = start_two(command, folder, PET_NNODES="1:2", PET_NPROC_PER_NODE="1")
     try:
         wait_for_step(folder, 10)
-        os.killpg(started[1].pid, signal.SIGKILL)
-        os.kill(wait_for_step(folder, 10), signal.SIGKILL)  # workers have sessions of their own
+        lost = started[1].pid
+        for pid in (lost, *Path(f"/proc/{lost}/task/{lost}/children").read_text().split()):
+            os.kill(int(pid), signal.SIGKILL)
         assert started[0].wait(300) == 0, outputs(folder)[-3000:]
     finally:
         end(started)
@@ -73,7 +72,7 @@ def test_a_machine_that_is_lost_is_done_without(folder):  # noqa: F811
     assert "`Trainer.fit` stopped: `max_epochs=5` reached" in output
 
 
-def replaced(kind):
+def inner_kind(kind):
     return kind.removeprefix("list[").removeprefix("dict(str, ").rstrip("])")
 
 
@@ -85,10 +84,10 @@ def assert_fits(value, kind, where):
     if kind.startswith("list["):
         assert isinstance(value, list), where
         for number, one in enumerate(value):
-            assert_fits(one, replaced(kind), f"{where}[{number}]")
+            assert_fits(one, inner_kind(kind), f"{where}[{number}]")
     elif kind.startswith("dict("):
         for name, one in value.items():
-            assert_fits(one, replaced(kind), f"{where}.{name}")
+            assert_fits(one, inner_kind(kind), f"{where}.{name}")
     elif kind in ("str", "int", "bool", "object"):
         assert isinstance(value, {"str": str, "int": int, "bool": bool, "object": object}[kind]), f"{where}: {value!r}"
     else:

@@ -83,7 +83,8 @@ def folder(tmp_path) -> Path:
 
 
 def environment() -> dict[str, str]:
-    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # for scripts that call python
+    variables = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     return os.environ | variables | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else restarts hang at random
 
 
