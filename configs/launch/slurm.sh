@@ -1,6 +1,6 @@
 #!/bin/bash
 # Train a config on machines of a Slurm cluster. What stands before this file are options of sbatch, after it of fit:
-#     sbatch --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 configs/launch/slurm.sh --config fit.yaml
+#     sbatch --nodes=2 --ntasks-per-node=8 --cpus-per-task=8 --gpus-per-node=8 configs/launch/slurm.sh --config fit.yaml
 # Two minutes before the time limit the run is told, saves, and has the job started again. Slurm does so, too, when a
 # machine fails, and this script when a process does, up to three times. Each start goes on where the last one ended.
 #SBATCH --job-name=fit --nodes=1 --ntasks-per-node=1 --cpus-per-task=1 --time=24:00:00
