@@ -3,8 +3,8 @@
 #     configs/launch/torchrun.sh --config fit.yaml
 #     PET_NNODES=2:4 PET_RDZV_ENDPOINT=host0:29400 configs/launch/torchrun.sh --config fit.yaml
 # A process that ends is started again with all others, and a machine that is lost (but the first) is done without, if
-# PET_NNODES allows it, or with another one in its place. Each start goes on where the last one ended, from a folder that
-# all machines see.
+# PET_NNODES allows it, or with another one in its place. Each start goes on where the last one ended, from a folder
+# that all machines see.
 
 python -m lightning_accel fit "$@" --print_config > /dev/null || exit # wrong options are told at once, and once
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # or those that are started again may wait for addresses of dead ones
