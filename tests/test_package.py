@@ -23,8 +23,9 @@ FLOORS = {
     "nn": 1, "data": 1, "strategies": 1, "precision": 1,
     "compress": 2, "measure": 2,
     "models": 3, "callbacks": 3,
-    "tuning": 4, "diagnosis": 4, "planning": 4,
-    "cli": 5, "__main__": 6,
+    "planning": 4,
+    "tuning": 5, "diagnosis": 5,
+    "cli": 6, "__main__": 7,
 }  # fmt: skip
 WITHOUT_LIGHTNING = {"ops", "nn", "compress"}
 

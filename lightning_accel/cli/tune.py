@@ -14,6 +14,7 @@ from lightning_accel.tuning.choices import ALLOWABLE, GOALS
 if TYPE_CHECKING:  # its help needs no torch
     import lightning as L
 
+    from lightning_accel.planning.simulation import Fit
     from lightning_accel.tuning.project import Changes
 
 
@@ -24,8 +25,9 @@ def fit_config(
     seed: int,
     arguments: Sequence[str],
     serves: bool = False,
+    fit: "Fit | None" = None,
 ) -> None:
-    """Fit a config with changes, or use its model, see :class:`lightning_accel.tuning.project.Project`."""
+    """Fit a config with changes, use its model, or call ``fit``: :class:`lightning_accel.tuning.project.Project`."""
     import yaml
 
     from lightning_accel.cli.bare_run import BareRun
@@ -36,10 +38,10 @@ def fit_config(
     overlay = folder / "overlay.yaml"
     overlay.write_text(yaml.safe_dump(changes.config()))
     command = ["fit", *arguments, f"--config={overlay}", f"--seed_everything={seed}"]
-    run = serve_isolated if serves else fit_isolated
+    run = fit or partial(serve_isolated if serves else fit_isolated, folder=folder)
     require_config_files(arguments)
     try:
-        BareRun(command, callbacks, partial(run, folder=folder), loads_weights=serves)
+        BareRun(command, callbacks, run, loads_weights=serves)
     except argparse.ArgumentError as error:
         raise UsageError(explain(error.message)) from error
 

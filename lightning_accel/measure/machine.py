@@ -152,6 +152,29 @@ def memory_bytes(root: Path = _ROOT) -> tuple[int, int | None]:
     return total, min(limits, default=None)
 
 
+def free_memory_bytes(root: Path = _ROOT) -> int | None:
+    """Return the bytes of memory that processes like this one can still take, None where the system does not tell.
+
+    Caches of files that the system gives up when memory runs out count as free, also within limits of cgroups.
+
+    Args:
+        root: the folder that holds ``proc`` and ``sys``.
+    """
+    found = re.search(r"MemAvailable:\s+(\d+) kB", _read(root / "proc/meminfo"))
+    if not found:
+        return None
+    free = int(found[1]) * 1024
+    second = ("", "memory.max", "memory.current", "")
+    first = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+    for controller, limit, usage, prefix in (second, first):
+        texts = zip(*(_limits(root, controller, file) for file in (limit, usage, "memory.stat")), strict=False)
+        for most, used, parts in texts:
+            if most != "max" and int(most) < _NO_LIMIT:
+                cached = re.search(rf"^{prefix}inactive_file (\d+)$", parts, re.MULTILINE)
+                free = min(free, int(most) - int(used) + (int(cached[1]) if cached else 0))
+    return max(0, free)
+
+
 def last_cache_bytes(root: Path = _ROOT) -> int:
     """Return the size of the largest cache of the first core in bytes, 0 if unknown."""
     sizes = [_read(path) for path in (root / "sys/devices/system/cpu/cpu0/cache").glob("index*/size")]

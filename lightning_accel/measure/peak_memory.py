@@ -20,10 +20,14 @@ class PeakMemory:
 
     Args:
         device: where the run computes.
+
+    Attributes:
+        begin: resident bytes now; 0 on CUDA.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.begin = 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             return
@@ -33,14 +37,14 @@ class PeakMemory:
             ctypes.CDLL(None).malloc_trim(0)  # freed memory that is used again would hide what the run needs
         if sys.platform == "linux":
             Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
-        self._begin = _resident_peak()
+        self.begin = _resident_peak()
 
     def read(self) -> int:
         """Return that memory in bytes."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         children = sum(_private_bytes(child) for child in _children() if child not in self._others)
-        return _resident_peak() - self._begin + children
+        return _resident_peak() - self.begin + children
 
 
 def peak_bytes(device: torch.device) -> int:

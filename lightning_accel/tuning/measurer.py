@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from lightning_accel.measure.machine import free_memory_bytes
 from lightning_accel.tuning.choices import Goal
 from lightning_accel.tuning.comparison import compare, steps_per_second
 from lightning_accel.tuning.factors import Factor
@@ -17,7 +18,9 @@ from lightning_accel.tuning.outcome import LEAST_SPEED, Measurement, names_of, t
 from lightning_accel.tuning.outputs import OutputComparison, Outputs, record_outputs
 from lightning_accel.tuning.parity import LOOKS, Losses, Verdict, are_equal, are_equivalent, record_losses
 from lightning_accel.tuning.planned_run import PlannedRun
+from lightning_accel.tuning.planned_step import planned_bytes
 from lightning_accel.tuning.project import Changes, Project
+from lightning_accel.tuning.room import Room, room_of
 from lightning_accel.tuning.savings import prove_saving, saving_of
 from lightning_accel.tuning.serving import NUM_SAMPLES
 from lightning_accel.tuning.variant import DiskFullError, NotReadyError, TrialError, Variant
@@ -99,6 +102,7 @@ class Measurer:
 
         def measure() -> tuple[dict[str, Any], float | None]:
             begin = time.monotonic()
+            free = free_memory_bytes()
             try:
                 baseline, start_seconds = self._warm_variant("the run as it is", Changes(), self._deadline(1.0))
             except NotReadyError as error:
@@ -111,12 +115,14 @@ class Measurer:
             if reason := facts.pop("bad_loss", ""):
                 raise TrialError(f"in the first step of the run as it is, {reason}")
             code = facts.pop("code")
+            peaks = list(baseline.peak_bytes().values())
             return {
                 "facts": facts,
                 "code": state_of(code["files"], distributions_of(code["packages"])),
                 "rate": steps_per_second(steps),
                 "latency": asdict(Latency.of(steps)) if self.project.serves else None,
-                "peaks": list(baseline.peak_bytes().values()),
+                "peaks": peaks,
+                "room": room_of(facts, max(peaks, default=0), free),
                 "waited": sum(step.waited for step in steps) / sum(step.end - step.begin for step in steps),
                 "start_seconds": start_seconds,
                 "seconds": time.monotonic() - begin,
@@ -125,6 +131,10 @@ class Measurer:
         self.baseline = self.journal.result("baseline", measure)
         code = self.baseline["code"]
         require_same(code, state_of(*code.values()), self.folder)
+        if measured := self.baseline.get("room"):
+            self._variants.room = Room(
+                **measured, world_size=self.baseline["facts"]["world_size"], plan=self._plan_step
+            )
         self._planned = PlannedRun(
             self.baseline["facts"]["planned_steps"],
             self.baseline["rate"],
@@ -133,6 +143,29 @@ class Measurer:
         )
         enough = (NUM_SAMPLES if self.project.serves else 5) / self.baseline["rate"]
         self._turn = min(5.0, max(0.5, self.budget / 600, enough))  # longer ones are told apart better
+
+    def why_no_room(self, factor: Factor) -> str:
+        """Return why a factor is not tried: more memory than there is; nothing if it fits."""
+        return self._variants.room.why_not(factor.changes) if self._variants.room else ""
+
+    def _plan_step(self, changes: Changes) -> int | None:
+        changed = changes.trainer | changes.batching
+
+        def measure() -> tuple[dict[str, Any], float | None]:
+            begin = time.monotonic()
+            self._say("plan of a step")
+            result: dict[str, Any] = {"bytes": None, "reason": ""}
+            failure = None
+            try:
+                result["bytes"] = planned_bytes(
+                    self.project, changes, self.baseline["facts"], self._variants.new_folder(),
+                    self._deadline(0.1), self._variants.server_for(changes),
+                )  # fmt: skip
+            except TrialError as error:
+                result["reason"], failure = str(error), error
+            return result | {"seconds": time.monotonic() - begin}, self._cut_at(False, failure)
+
+        return self.journal.result(f"plan of a step with {changed}" if changed else "plan of a step", measure)["bytes"]
 
     def measure(
         self,
@@ -171,6 +204,7 @@ class Measurer:
                 if self.goal == "memory":
                     found.saving = saving_of(reference, variant)
                     if least > 4:
+                        self._variants.make_room(Changes())
                         found.memory = prove_saving(self._variants.new, changes, self._turn, self._deadline(1.0))
                 found.reason = self._planned.why_not(found)
             except TrialError as error:
@@ -241,6 +275,7 @@ class Measurer:
     def _record_outputs(self, changes: Changes, perturb: bool) -> Outputs:
         self._say("outputs")
         folder, server = self._variants.new_folder(), self._variants.server_for(changes)
+        self._variants.make_room(changes)
         try:
             return record_outputs(self.project, changes, folder, self._deadline(1.0, _BEFORE_PROOF), perturb, server)
         except TrialError:
@@ -258,6 +293,7 @@ class Measurer:
             self._say(f"losses of {names}" if names else "losses of the run as it is")
             begin = time.monotonic()
             changes = together(factors)
+            self._variants.make_room(changes)
             try:
                 losses = record_losses(
                     self.project, changes, self._variants.new_folder(), seeds, num_steps,

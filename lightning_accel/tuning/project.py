@@ -6,9 +6,10 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 from lightning.pytorch.callbacks import EarlyStopping, ProgressBar
@@ -21,6 +22,9 @@ from lightning_accel.callbacks.pruning.semi_structured import SemiStructuredSpar
 from lightning_accel.callbacks.speedups import Speedups
 from lightning_accel.measure import isolate
 from lightning_accel.tuning.serving import serve_isolated
+
+if TYPE_CHECKING:
+    from lightning_accel.planning.simulation import Fit
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,8 @@ class Project:
 
     Attributes:
         runner: ``package.module:function``; called as ``function(changes, callbacks, folder, seed, **arguments)``, it
-            fits with the changes and callbacks, and writes only into the folder.
+            fits with the changes and callbacks, and writes only into the folder. Given ``fit=``, it calls that with the
+            Trainer, the module and the data in place of a fit.
         arguments: further arguments, of plain values; with ``serves``, samples go through the model one by one in place
             of a fit.
     """
@@ -103,8 +108,12 @@ class Project:
     runner: str
     arguments: dict[str, Any]
 
-    def fit(self, changes: Changes, callbacks: Sequence[L.Callback], folder: Path, seed: int) -> None:
-        find_function(self.runner)(changes, callbacks, folder, seed, **self.arguments)
+    def fit(
+        self, changes: Changes, callbacks: Sequence[L.Callback], folder: Path, seed: int, fit: "Fit | None" = None
+    ) -> None:
+        """Fit, or call ``fit`` with the Trainer, the module and the data in place of it."""
+        in_its_place = {} if fit is None else {"fit": fit}
+        find_function(self.runner)(changes, callbacks, folder, seed, **self.arguments, **in_its_place)
 
     @property
     def serves(self) -> bool:
@@ -130,9 +139,15 @@ def project_of(make: Callable[..., Any]) -> Project:
 
 
 def fit_made(
-    changes: Changes, callbacks: Sequence[L.Callback], folder: Path, seed: int, make: str, serves: bool = False
+    changes: Changes,
+    callbacks: Sequence[L.Callback],
+    folder: Path,
+    seed: int,
+    make: str,
+    serves: bool = False,
+    fit: "Fit | None" = None,
 ) -> None:
-    """Fit what a function of the user returns, or use it on single samples.
+    """Fit what a function of the user returns, use it on single samples, or call ``fit`` with it.
 
     Raises:
         TypeError: if it does not return a Trainer, a LightningModule and data.
@@ -143,7 +158,7 @@ def fit_made(
         raise TypeError(f"{make.rpartition(':')[2]} must return (trainer, module, data); got {type(made).__name__}")
     trainer, module, data = made
     trainer.callbacks = [*trainer.callbacks, *changes.callbacks(), *callbacks]
-    (serve_isolated if serves else fit_isolated)(trainer, module, data, folder)
+    (fit or partial(serve_isolated if serves else fit_isolated, folder=folder))(trainer, module, data)
 
 
 def fit_isolated(trainer: L.Trainer, module: L.LightningModule, data: Any, folder: Path) -> None:

@@ -63,6 +63,7 @@ class StepRecorder(L.Callback):
         self._file: IO[str] | None = None
         self._begin: float | None = None
         self._memory: PeakMemory | None = None
+        self._free: int | None = None  # on a GPU, before the module is there
         self._random_state: list[int] | None = None  # before the first step
         self._shapes: list[Any] | None = None  # of the first batch, until another has others
         self._waited = self._validated = self._validation_begin = 0.0
@@ -70,6 +71,8 @@ class StepRecorder(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._begin, self.num_recorded = None, 0
+        device = trainer.strategy.root_device
+        self._free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._memory = PeakMemory(trainer.strategy.root_device)
@@ -104,6 +107,8 @@ class StepRecorder(L.Callback):
                 with write_atomically(self.folder / "facts.json") as part:
                     draws = self._random_state != _random_state(trainer.strategy.root_device)
                     seen = {"draws": draws, "bad_loss": bad_loss_of(pl_module, outputs)}
+                    if self._memory is not None:
+                        seen |= {"resident_bytes": self._memory.begin, "free_device_bytes": self._free}
                     part.write_text(json.dumps(facts_of(trainer, pl_module, batch) | seen))
                 self._shapes = _shapes_of(batch)
             elif self._shapes is not None and _shapes_of(batch) != self._shapes:

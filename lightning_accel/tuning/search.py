@@ -95,6 +95,9 @@ class Search:
             if not self.measurer.may_begin(f"alone {factor.name}", _UNTIL_ALONE):
                 self.outcome.refused.append(Refusal(factor.name, "the budget did not suffice"))
                 continue
+            if reason := self.measurer.why_no_room(factor):
+                self.outcome.refused.append(Refusal(factor.name, reason))
+                continue
             found = self.measurer.measure(f"alone {factor.name}", Changes(), factor.changes, most=8)
             self._tried.append(factor)
             self.outcome.alone[factor.name] = found

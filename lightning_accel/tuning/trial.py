@@ -19,23 +19,29 @@ from lightning_accel._private.torch import draw_as_eager
 from lightning_accel.strategies.checkpoints.atomic import NotWrittenError, is_disk_full, write_atomically
 from lightning_accel.tuning.fork_server import serve
 from lightning_accel.tuning.latency_recorder import LatencyRecorder
+from lightning_accel.tuning.planned_step import write_planned_bytes
 from lightning_accel.tuning.project import Changes, Project
 from lightning_accel.tuning.recorder import StepRecorder, TrialEnd
 from lightning_accel.tuning.variant import NO_ROOM
 
 
 def run_trial(specification: dict[str, Any], folder: Path) -> None:
-    """Fit with the changes of the specification, or use the model, again and again if there is no number of steps.
+    """Fit with the changes of a specification, or use the model, again and again if there is no number of steps.
 
     Args:
         specification: ``project`` and ``changes`` as dicts; ``seeds``; ``num_steps``, for each of them, or None to go
-            on until the process is killed; ``perturb``.
+            on until the process is killed; ``perturb``; ``planned_on``, the kind and number of devices if a step is
+            planned in place of all that.
         folder: where everything is written.
     """
     project = Project(**specification["project"])
     changes = Changes(**specification["changes"])
     num_steps = specification["num_steps"]
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    if specification["planned_on"]:
+        is_gpu, world_size = specification["planned_on"]
+        write_planned_bytes(project, changes, is_gpu, world_size, folder)
+        return
     if num_steps is not None and changes.speedups.get("compile"):
         draw_as_eager()
     while True:

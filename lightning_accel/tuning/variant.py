@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,10 @@ class Variant:
         folder: an empty folder for its files.
         server: forks its first process, which is started anew without one; of the allocator that the changes name.
         stall_timeout: seconds without a step after which it counts as hanging; ten times as long before the first.
+
+    Attributes:
+        before_turn: called with the deadline before each turn.
+        is_put_away: whether its processes were ended to make room for others, until its next turn.
     """
 
     def __init__(
@@ -77,13 +81,27 @@ class Variant:
         self.folder = folder
         self.server = server
         self.stall_timeout = stall_timeout
+        self.before_turn: Callable[[float], None] = lambda deadline: None
+        self.is_put_away = False
         self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         self._read = 0
         self._rest = ""
 
-    def start(self, seeds: Sequence[int] = (0,), num_steps: int | None = None, perturb: bool = False) -> None:
+    def start(
+        self,
+        seeds: Sequence[int] = (0,),
+        num_steps: int | None = None,
+        perturb: bool = False,
+        planned_on: tuple[bool, int] | None = None,
+    ) -> None:
         """Start to train, from the first seed again when the run ends unless there is a number of steps.
+
+        Args:
+            seeds: one after the other.
+            num_steps: of each seed.
+            perturb: whether each weight is moved by one rounding first.
+            planned_on: whether devices are GPUs, and how many there are, where a step is planned in place of training.
 
         Raises:
             NotWrittenError: if the disk of the folder is full, or may not be written.
@@ -94,6 +112,7 @@ class Variant:
             "seeds": list(seeds),
             "num_steps": num_steps,
             "perturb": perturb,
+            "planned_on": planned_on,
         }
         path = self.folder / "trial.json"
         output = self.folder / "output.txt"
@@ -112,8 +131,8 @@ class Variant:
 
     @property
     def is_alive(self) -> bool:
-        """Return whether its first process runs, frozen or not."""
-        return self._process is not None and self._process.poll() is None
+        """Return whether its first process runs, frozen or not, or was put away."""
+        return self.is_put_away or (self._process is not None and self._process.poll() is None)
 
     def facts(self) -> dict[str, Any]:
         """Return what the first step wrote, see :func:`lightning_accel.tuning.recorder.facts_of`.
@@ -155,6 +174,7 @@ class Variant:
         Raises:
             TrialError: if it fails, hangs, or has no two steps before ``deadline``.
         """
+        self.before_turn(deadline)
         self.new_steps()
         begin = time.monotonic()
         steps: list[Step] = []
@@ -201,6 +221,23 @@ class Variant:
         if self._guard is not None:
             self._guard.kill()
             self._guard.communicate()
+
+    def put_away(self) -> None:
+        """End all its processes until :meth:`restart`, so that others have their memory."""
+        self.stop()
+        self._process = self._guard = None
+        self.is_put_away = True
+
+    def restart(self, folder: Path, deadline: float) -> None:
+        """Start what was put away from the beginning, in another empty folder, and let it warm up.
+
+        Raises:
+            TrialError: see :meth:`warm_up`.
+        """
+        self.folder, self.is_put_away = folder, False
+        self._read, self._rest = 0, ""
+        self.start()
+        self.warm_up(deadline)
 
     @contextlib.contextmanager
     def _thawed(self) -> Iterator[None]:

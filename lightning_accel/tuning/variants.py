@@ -1,11 +1,13 @@
 """The variants of a search: those that are frozen between measurements, and the servers of their processes."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 
 from lightning_accel.measure.allocators import AllocatorName
 from lightning_accel.tuning.fork_server import ForkServer
 from lightning_accel.tuning.project import Changes, Project
+from lightning_accel.tuning.room import Room
 from lightning_accel.tuning.variant import Variant, fork_server
 
 
@@ -15,11 +17,15 @@ class Variants:
     Args:
         project: what is fitted.
         folder: holds the files of all processes, and is removed at the beginning and the end.
+
+    Attributes:
+        room: the memory of the machine; None while it is unknown.
     """
 
     def __init__(self, project: Project, folder: Path) -> None:
         self.project = project
         self.folder = folder
+        self.room: Room | None = None
         self._servers: dict[AllocatorName | None, ForkServer | None] = {}
         self._warm: dict[str, tuple[Variant, float]] = {}
         self._number = 0
@@ -48,6 +54,8 @@ class Variants:
         """Return a frozen variant and how long it took to warm up; one that was used before, if there is one."""
         if changes not in self:
             variant = self.new(changes)
+            variant.before_turn = partial(self._prepare, variant)
+            self.make_room(changes)
             try:
                 variant.start()
                 self._warm[str(changes)] = (variant, variant.warm_up(deadline))
@@ -55,6 +63,17 @@ class Variants:
                 variant.stop()
                 raise
         return self._warm[str(changes)]
+
+    def make_room(self, changes: Changes) -> None:
+        """Put frozen variants away that leave no memory for another one with changes, the first ones first."""
+        frozen = [one for one, _ in self._warm.values() if one.is_alive and not one.is_put_away]
+        while self.room and frozen and not self.room.is_enough_for([changes, *(one.changes for one in frozen)]):
+            frozen.pop(0).put_away()
+
+    def _prepare(self, variant: Variant, deadline: float) -> None:
+        if variant.is_put_away:
+            self.make_room(variant.changes)
+            variant.restart(self.new_folder(), deadline)
 
     def forget(self, changes: Changes) -> None:
         """End a variant, but for the run as it is."""

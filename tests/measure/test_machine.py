@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_accel.measure.machine import describe_machine, last_cache_bytes, memory_bytes, usable_cores
+from lightning_accel.measure.machine import (
+    describe_machine,
+    free_memory_bytes,
+    last_cache_bytes,
+    memory_bytes,
+    usable_cores,
+)
 from lightning_accel.ops.native import KERNELS
 
 
@@ -70,6 +76,37 @@ def test_limits_are_the_least_of_all_cgroups(case, tmp_path, many_cores):
     root = write(tmp_path, {**files, "proc/meminfo": "MemTotal:       16 kB\nMemFree:  1 kB"})
     assert usable_cores(root) == cores
     assert memory_bytes(root) == (16384, limit)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_memory_is_free_as_far_as_the_machine_and_each_group_have_some(tmp_path, version):
+    """A parent's limit of 5000 bytes of which 4000 are used, 700 by files; the group's own limit is wider."""
+    if version == 2:
+        top, limit, usage, name = "sys/fs/cgroup/jobs", "memory.max", "memory.current", "inactive_file"
+        group = "0::/jobs/one"
+    else:
+        top, name = "sys/fs/cgroup/memory/jobs", "total_inactive_file"
+        limit, usage, group = "memory.limit_in_bytes", "memory.usage_in_bytes", "4:memory:/jobs/one"
+    files = {
+        "proc/self/cgroup": group,
+        "proc/meminfo": "MemTotal: 16 kB\nMemAvailable: 8 kB",
+        f"{top}/{limit}": "5000",
+        f"{top}/{usage}": "4000",
+        f"{top}/memory.stat": f"anon 3300\n{name} 700\nactive_file 9",
+        f"{top}/one/{limit}": "7000",
+        f"{top}/one/{usage}": "3000",
+        f"{top}/one/memory.stat": f"{name} 0",
+    }
+    root = write(tmp_path, files)
+    assert free_memory_bytes(root) == 1700
+    write(root, {f"{top}/{limit}": "max" if version == 2 else str(2**63 - 4096)})
+    assert free_memory_bytes(root) == 4000
+    write(root, {f"{top}/one/{usage}": "7100"})
+    assert free_memory_bytes(root) == 0
+    write(root, {f"{top}/one/{usage}": "0", f"{top}/one/{limit}": "9000"})
+    assert free_memory_bytes(root) == 8192
+    write(root, {"proc/meminfo": "MemTotal: 16 kB"})
+    assert free_memory_bytes(root) is None
 
 
 def test_affinity_limits_cores(tmp_path, monkeypatch):

@@ -41,6 +41,25 @@ def run(at_step_6, trainer_options, num_workers=0):
     return trainer, Net(at_step_6), DataLoader(data, shuffle=True, **loaders)
 
 
+class WideNet(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(300, 300)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def is_wide(**trainer_options):
+    """Return a run whose activations are as large as its weights."""
+    options = {"max_epochs": 1, "accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    loader = DataLoader(TensorDataset(torch.ones(9600, 300)), batch_size=200)
+    return L.Trainer(**options | trainer_options), WideNet(), loader
+
+
 class Data(L.LightningDataModule):
     def train_dataloader(self):
         return run(None, {}, num_workers=1)[2]
@@ -48,6 +67,10 @@ class Data(L.LightningDataModule):
 
 def works(**trainer_options):
     return run(None, trainer_options, num_workers=1)
+
+
+def works_on_a_gpu(**trainer_options):
+    return run(None, {"accelerator": "gpu", "devices": 1} | trainer_options)
 
 
 def raises(**trainer_options):
