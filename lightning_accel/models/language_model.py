@@ -40,6 +40,7 @@ from lightning_accel.ops.options import options_of, read_options
 from lightning_accel.ops.renames import renamed_arguments
 from lightning_accel.ops.token_sampling import draw_tokens
 from lightning_accel.strategies.gradients import clip_grad_norm_
+from lightning_accel.strategies.mixed_updates import update_mixed_groups_one_by_one
 from lightning_accel.strategies.sharding.blocks import broadcast_state
 
 
@@ -276,6 +277,8 @@ class MoELanguageModel(SizedModel):
     def on_fit_start(self) -> None:
         mesh = self.device_mesh if _tensor_parallel_mesh(self.device_mesh) else None
         group = None if mesh is None else mesh.get_group("data_parallel")  # the other processes see equal tokens
+        if mesh is not None:
+            update_mixed_groups_one_by_one(self.trainer.optimizers)
         self.expert_load = ExpertLoad(self._gates(), group)
         self.expert_load.start()
 

@@ -6,10 +6,16 @@ from typing import Any
 from lightning.pytorch.strategies import Strategy
 
 from lightning_accel.planning.hardware import Cluster
-from lightning_accel.strategies import AccelDDPStrategy, FullyShardedStrategy, PipelineStrategy
+from lightning_accel.strategies import (
+    AccelDDPStrategy,
+    AtomicModelParallelStrategy,
+    FullyShardedStrategy,
+    PipelineStrategy,
+)
 
 _CLASSES: dict[str, type[Strategy]] = {
     "AccelDDPStrategy": AccelDDPStrategy,
+    "AtomicModelParallelStrategy": AtomicModelParallelStrategy,
     "FullyShardedStrategy": FullyShardedStrategy,
     "PipelineStrategy": PipelineStrategy,
 }
@@ -50,12 +56,13 @@ _AGAIN = {"activation_checkpointing": True}
 SMALLEST = Candidate("fsdp2, checkpointing", "FullyShardedStrategy", _AGAIN)
 
 
-def candidates_for(cluster: Cluster, num_experts: int) -> list[Candidate]:
+def candidates_for(cluster: Cluster, num_experts: int, has_tensor_plan: bool) -> list[Candidate]:
     """Return the strategies to compare on a cluster, beside what the run has.
 
     Args:
         cluster: several devices.
         num_experts: the experts of the layer that has fewest; 0 without any.
+        has_tensor_plan: whether the module says by ``tensor_parallel_plan`` how it splits its weights.
     """
     sharded = "FullyShardedStrategy"
     found = [Candidate("ddp", "ddp"), Candidate("fsdp2", sharded)]
@@ -69,6 +76,9 @@ def candidates_for(cluster: Cluster, num_experts: int) -> list[Candidate]:
     if cluster.per_machine > 1:
         name, arguments = f"pipeline of {cluster.per_machine}", {"data_parallel_size": cluster.machines}
         found.append(Candidate(name, "PipelineStrategy", arguments))
+    if has_tensor_plan and cluster.machines == 1:  # its collectives are on the way of each layer
+        sizes = {"data_parallel_size": 1, "tensor_parallel_size": cluster.per_machine}
+        found.append(Candidate(f"tensors split in {cluster.per_machine}", "AtomicModelParallelStrategy", sizes))
     return found + [
         Candidate(f"{one.name}, checkpointing", sharded, one.arguments | _AGAIN, base=one)
         for one in found

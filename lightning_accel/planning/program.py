@@ -68,10 +68,9 @@ class Option:
 
     @property
     def batches_per_second(self) -> float:
-        """Return the estimated rate of batches, one a step for each process, or for each pipeline of them."""
+        """Return the estimated rate of batches."""
         assert self.simulation is not None
-        together = len(self.simulation.stages) or 1
-        return self.cluster.size / together / self.time.total if self.time.total else 0.0
+        return self.simulation.replicas / self.time.total if self.time.total else 0.0
 
 
 @dataclass(frozen=True)
@@ -193,6 +192,7 @@ class _Planner:
     def __init__(self, config: str | Path | Sequence[str] | Make) -> None:
         self.is_function = callable(config)
         self.num_experts = 0
+        self.has_tensor_plan = False
         self.is_made = False
         if callable(config):
             self.run: Run = partial(_fit_made, config)
@@ -206,7 +206,8 @@ class _Planner:
         own = self.option(AS_CONFIGURED, cluster)
         if cluster.size == 1:
             return [own]
-        found = {one: self.option(one, cluster) for one in candidates_for(cluster, self.num_experts)}
+        candidates = candidates_for(cluster, self.num_experts, self.has_tensor_plan)
+        found = {one: self.option(one, cluster) for one in candidates}
         return [
             own,
             *(option for one, option in found.items() if not _adds_nothing(option, found.get(one.base or one))),
@@ -233,6 +234,7 @@ class _Planner:
                 for layer in find_experts(module).values()
             ]
             self.num_experts = min((size for size in sizes if size), default=0)
+            self.has_tensor_plan = hasattr(module, "tensor_parallel_plan")
             fit(trainer, module, data)
 
         self.run(options, observed)

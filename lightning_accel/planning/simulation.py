@@ -72,6 +72,7 @@ class Simulation:
         trace: operations and collectives of the step.
         stages: such traces of each stage of a pipeline, of which the one that needs most memory is described here.
         samples: samples of the step in this process; None where the batch does not tell.
+        replicas: number of batches of the step: of processes, or of groups of them that share one.
         small_batch: samples of its first batch and the size that its loader has, where these are fewer.
         num_parameters: numbers that the parameters of the whole module hold.
         tf32: whether float32 products may use tensor cores.
@@ -85,6 +86,7 @@ class Simulation:
     trace: StepTrace = field(default_factory=StepTrace)
     stages: list[StepTrace] = field(default_factory=list)
     samples: int | None = 0
+    replicas: int = 1
     small_batch: tuple[int, int] | None = None
     num_parameters: int = 0
     tf32: bool = False
@@ -282,6 +284,8 @@ class _Watch(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.mode.take(pl_module)
         self._label_module(pl_module, [])
+        if isinstance(trainer.strategy, ParallelStrategy):
+            self.found.replicas = trainer.strategy.distributed_sampler_kwargs["num_replicas"]
         loops = trainer.fit_loop, trainer.fit_loop.epoch_loop
         repeat_batches(loops[0], self._is_full, _FEW_STEPS * trainer.accumulate_grad_batches)
         if 0 <= trainer.max_steps < _FEW_STEPS:

@@ -192,8 +192,9 @@ class Measurer:
                 variant, found.start_seconds = self._warm_variant(name, changes, min(deadline, pays_until))
                 rate = LatencyRate()
                 found.ratio = compare(
-                    reference, variant, width=width, least=least, seconds=self._turn, deadline=deadline,
+                    reference, variant, width=width, seconds=self._turn, deadline=deadline,
                     most=2 * most if self.project.serves else most,  # samples are short, and so are turns
+                    least=least if self._variants.fit_together(against, changes) else max(3, least // 2),
                     needed=self._planned.needed_speed(found.start_seconds, *paid) if paid else 1.0,
                     samples=self._samples(changes) / self._samples(against),
                     **({"rate": rate} if self.project.serves else {}),

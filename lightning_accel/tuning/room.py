@@ -30,22 +30,27 @@ class Room:
     def needed(self, changes: Changes) -> int:
         """Return the bytes that a variant needs."""
         growing = _growing(changes)
-        most = int(growing.batching.get("batch_size_factor", 1)) * (self._world_size if growing.trainer else 1)
-        if self.held * most <= self.free:  # it fits, whatever a plan says
+        if growing == Changes():
             return self.held
         before, after = self._plan(Changes()), self._plan(growing)
         return self.held if before is None or after is None else self.held + after - before
 
     def why_not(self, changes: Changes) -> str:
         """Return why a variant does not fit, or nothing if it does, or is no larger than the run as it is."""
-        needed = self.needed(changes)
-        if needed <= max(self.free, self.held):
+        if self._most(changes) <= self.free or (needed := self.needed(changes)) <= max(self.free, self.held):
             return ""
         return f"by the plan of its step it needs {in_bytes(needed)} of memory, and {in_bytes(self.free)} are free"
 
     def is_enough_for(self, variants: Iterable[Changes]) -> bool:
         """Return whether variants fit beside each other."""
-        return sum(map(self.needed, variants)) <= self.free
+        together = list(variants)
+        return sum(map(self._most, together)) <= self.free or sum(map(self.needed, together)) <= self.free
+
+    def _most(self, changes: Changes) -> int:
+        """Return the bytes that a variant can need at most: those of so many batches, or of so many shards."""
+        growing = _growing(changes)
+        times = int(growing.batching.get("batch_size_factor", 1)) * (self._world_size if growing.trainer else 1)
+        return self.held * times
 
 
 def room_of(facts: Mapping[str, Any], peak: int, free: int | None) -> dict[str, int] | None:

@@ -64,10 +64,14 @@ class Variants:
                 raise
         return self._warm[str(changes)]
 
+    def fit_together(self, *changes: Changes) -> bool:
+        """Return whether variants need not start again for each turn."""
+        return self.room is None or self.room.is_enough_for(changes)
+
     def make_room(self, changes: Changes) -> None:
         """Put frozen variants away that leave no memory for another one with changes, the first ones first."""
         frozen = [one for one, _ in self._warm.values() if one.is_alive and not one.is_put_away]
-        while self.room and frozen and not self.room.is_enough_for([changes, *(one.changes for one in frozen)]):
+        while frozen and not self.fit_together(changes, *(one.changes for one in frozen)):
             frozen.pop(0).put_away()
 
     def _prepare(self, variant: Variant, deadline: float) -> None:

@@ -3,7 +3,9 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.tensor import DTensor
 
+from lightning_accel._private.torch import foreach_on_cpu
 from lightning_accel.models import Experts, MoELanguageModel
+from lightning_accel.strategies import AtomicModelParallelStrategy
 from tests.ranks import run_ranks
 from tests.strategies.pipeline.test_strategy import ADAMW, load, tokens, trained
 
@@ -15,26 +17,33 @@ def model(num_heads=4):
     return MoELanguageModel(vocab_size=11, num_heads=num_heads, optimizer=ADAMW, **SIZES)
 
 
-def check_trained(rank, folder):
+def check_trained(rank, folder, kind):
+    """Updates are made as on CUDA."""
     torch.manual_seed(3)
     module = model()
     with torch.no_grad():
         module.norm.weight.add_(rank)  # which that of the first process replaces
-    strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2, save_distributed_checkpoint=False)
-    result = trained(folder, strategy, module, tokens(24), gradient_clip_val=0.5)
+    strategy = kind(data_parallel_size=1, tensor_parallel_size=2, save_distributed_checkpoint=False)
+    with foreach_on_cpu():
+        result = trained(folder, strategy, module, tokens(24), gradient_clip_val=0.5)
     plain = [parameter.detach() for parameter in module.parameters() if not isinstance(parameter, DTensor)]
     split = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
     return result["logged"], plain, split
 
 
-def test_three_steps_equal_those_of_one_process(tmp_path):
+@pytest.mark.parametrize("kind", [ModelParallelStrategy, AtomicModelParallelStrategy])
+def test_three_steps_equal_those_of_one_process(tmp_path, kind):
     one = trained(tmp_path, module=model(), data=tokens(24), gradient_clip_val=0.5)
-    (logged, first, split), (_, second, _) = run_ranks(check_trained, tmp_path)
+    (logged, first, split), (_, second, _) = run_ranks(check_trained, tmp_path, kind)
     assert logged == pytest.approx(one["logged"], abs=1e-4)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert len(split) == 5
     whole, parallel = load(tmp_path, "one"), load(tmp_path, "pipeline")
     torch.testing.assert_close(parallel["state_dict"], dict(whole["state_dict"]), rtol=0, atol=1e-5)
+    for one, other in zip(whole["optimizer_states"], parallel["optimizer_states"], strict=True):
+        assert [group["foreach"] for group in other["param_groups"]] == [
+            group["foreach"] for group in one["param_groups"]
+        ]
 
 
 def check_refused(rank, folder, sizes, num_heads, said):

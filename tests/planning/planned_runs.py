@@ -9,6 +9,8 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
@@ -25,6 +27,8 @@ _NAMES = {
     "c10d::send": "send",
     "c10d::recv_": "receive",
     "_c10d_functional::all_to_all_single": "all_to_all",
+    "_c10d_functional::all_reduce": "all_reduce",
+    "_c10d_functional::all_reduce_": "all_reduce",
 }
 
 
@@ -57,7 +61,7 @@ class Recurrent(nn.Module):
         return x + self.recurrent(x, torch.full((len(x),), x.shape[1])).output
 
 
-BLOCKS = {"dense": Block, "experts": Experts, "recurrent": Recurrent}
+BLOCKS = {"dense": Block, "experts": Experts, "recurrent": Recurrent, "split": Block}
 
 
 class TokenModel(L.LightningModule):
@@ -78,13 +82,35 @@ class TokenModel(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
 
 
+class SplitModel(TokenModel):
+    """Split the weights of its blocks as Megatron does, and shard them over replicas where there are several."""
+
+    def __init__(self, block: type[nn.Module], dim: int, depth: int) -> None:
+        super().__init__(block, dim, depth)
+        self.is_split = False
+
+    def tensor_parallel_plan(self, num_devices: int) -> dict[str, ParallelStyle]:
+        styles = {"widen": ColwiseParallel(), "narrow": RowwiseParallel()}
+        return {f"blocks.{number}.{name}": styles[name] for number in range(len(self.blocks)) for name in styles}
+
+    def configure_model(self) -> None:
+        if self.device_mesh is None or self.is_split:
+            return
+        self.is_split = True
+        parallelize_module(self, self.device_mesh["tensor_parallel"], self.tensor_parallel_plan(2))
+        replicas = self.device_mesh["data_parallel"]
+        for part in [*self.blocks, self] if replicas.size() > 1 else []:
+            fully_shard(part, mesh=replicas)
+
+
 def make(kind: str, dim: int = 24, depth: int = 3, length: int = 12, **options: Any) -> tuple:
     """Return (trainer, module, loader) of a run with four samples a process."""
     torch.manual_seed(0)
     tokens = torch.randint(0, 50, (64, length), generator=torch.Generator().manual_seed(1))
     defaults = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_steps": 3}
     trainer = L.Trainer(**{**defaults, "enable_model_summary": False, **options})
-    return trainer, TokenModel(BLOCKS[kind], dim, depth), DataLoader(TensorDataset(tokens), batch_size=4)
+    kind_of_model = SplitModel if kind == "split" else TokenModel
+    return trainer, kind_of_model(BLOCKS[kind], dim, depth), DataLoader(TensorDataset(tokens), batch_size=4)
 
 
 class Seen(TorchDispatchMode):

@@ -62,10 +62,24 @@ def test_strategies_are_compared_and_the_fastest_that_fits_comes_first():
     [(2, 2, 4, {2, 4}), (3, 1, 4, set()), (4, 2, 4, {4}), (1, 4, 8, {4}), (2, 2, 0, set())],
 )
 def test_experts_are_distributed_in_equal_numbers(per_machine, machines, num_experts, sizes):
-    found = candidates_for(Cluster(SMALL, per_machine, machines), num_experts)
+    found = candidates_for(Cluster(SMALL, per_machine, machines), num_experts, has_tensor_plan=False)
     arguments = [candidate.arguments for candidate in found]
     assert {one["expert_parallel_size"] for one in arguments if "expert_parallel_size" in one} == sizes
     assert ({"shard_size": per_machine} in arguments) == (per_machine > 1 and machines > 1)
+
+
+def test_modules_that_say_how_they_split_their_weights_are_planned_so():
+    """Processes that hold parts of the weights share a batch, as the stages of a pipeline do."""
+    found = plan(run_of("split"), "2xL4-24GB")
+    options = {option.candidate.name: option for option in found.options}
+    rates = {name: one.batches_per_second * one.time.total for name, one in options.items() if one.simulation}
+    assert rates["ddp"] == rates["fsdp2"] == pytest.approx(2)
+    assert rates["tensors split in 2"] == rates["pipeline of 2"] == pytest.approx(1)
+    split = options["tensors split in 2"]
+    assert split.simulation.memory["parameters"] < options["ddp"].simulation.memory["parameters"]
+    assert split.candidate.config()["strategy"]["init_args"] == {"data_parallel_size": 1, "tensor_parallel_size": 2}
+    assert not any("tensors" in one.candidate.name for one in plan(run_of("dense"), "2xL4-24GB").options)
+    assert not any("tensors" in one.name for one in candidates_for(Cluster(SMALL, 2, 2), 0, has_tensor_plan=True))
 
 
 def test_what_does_not_fit_is_told_where_it_would(capsys):

@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Timer, TQDMProgressBar
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -30,12 +31,15 @@ SHARDED = {
     "experts on two": {"expert_parallel_size": 2},
 }
 PIPELINES = {"pipeline": 1, "two pipelines": 2}
+REPLICAS = {"split": 1, "split and sharded": 2}
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 
 def strategy_of(name):
     if name in PIPELINES:
         return PipelineStrategy(num_micro_batches=4, data_parallel_size=PIPELINES[name])
+    if name in REPLICAS:
+        return ModelParallelStrategy(data_parallel_size=REPLICAS[name], tensor_parallel_size=2)
     return FullyShardedStrategy(**SHARDED[name]) if name in SHARDED else name
 
 
@@ -87,14 +91,14 @@ def test_pipelines(tmp_path):
 def test_all_on_two_processes(tmp_path):
     strategies = ("ddp", "sharded", "checkpointing")
     cells = [(kind, strategy) for kind in ("dense", "experts", "recurrent") for strategy in strategies]
-    compare(tmp_path, [*cells, ("experts", "experts on two")], 2)
+    compare(tmp_path, [*cells, ("experts", "experts on two"), ("split", "split")], 2)
 
 
 @pytest.mark.slow
 def test_all_on_four_processes(tmp_path):
     strategies = ("ddp", "sharded", "checkpointing", "two shards")
     cells = [(kind, strategy) for kind in ("dense", "experts", "recurrent") for strategy in strategies]
-    compare(tmp_path, [*cells, ("experts", "experts on two")], 4)
+    compare(tmp_path, [*cells, ("experts", "experts on two"), ("split", "split and sharded")], 4)
 
 
 def zoo_trainer(**options):

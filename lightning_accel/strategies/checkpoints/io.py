@@ -29,6 +29,7 @@ from lightning_accel.strategies.checkpoints.atomic import (
 )
 from lightning_accel.strategies.checkpoints.reading import find_damage, require_loadable, verified_file
 from lightning_accel.strategies.checkpoints.stores import LocalCopies, complete_checkpoints, is_remote
+from lightning_accel.strategies.mixed_updates import update_mixed_groups_one_by_one
 from lightning_accel.strategies.rendezvous import joining_process_group
 from lightning_accel.strategies.sharding.metadata import REST
 
@@ -160,7 +161,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 class AtomicModelParallelStrategy(ModelParallelStrategy):
-    """Run Lightning's ``ModelParallelStrategy``, replacing its checkpoints, whole or sharded, atomically."""
+    """Run Lightning's ``ModelParallelStrategy``, replacing its checkpoints, whole or sharded, atomically.
+
+    Optimizers of modules that split some of their weights alone work on GPUs, too.
+    """
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         path = checkpoint_io_of(self).local_path(self.broadcast(str(checkpoint_path)))
@@ -175,6 +179,10 @@ class AtomicModelParallelStrategy(ModelParallelStrategy):
         if saves_sharded(self):
             require_local_folder(checkpoint_io_of(self), checkpoint_folders(trainer))
         super().setup(trainer)
+
+    def setup_optimizers(self, trainer: L.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        update_mixed_groups_one_by_one(self.optimizers)
 
     def process_dataloader(self, dataloader: object) -> object:
         return distribute_sampler(super().process_dataloader(dataloader), **self.distributed_sampler_kwargs)
