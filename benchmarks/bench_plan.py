@@ -13,7 +13,10 @@ scale: seconds and memory of planning a Llama of 8 billion weights for 8, 64 and
 published: torchtitan's tables of Llama 3.1 8B on H100s (FSDP2, bfloat16 weights in computations, float32 masters,
 selective activation checkpointing), https://github.com/pytorch/torchtitan/blob/main/benchmarks/
 llama3_h100_202412_torchtitan.md, of December 2024: 96 GB of HBM2e at 2.4 TB/s, limited to 500 W. Memory there is what
-torch's allocator has reserved.
+torch's allocator has reserved. Mixtures of experts: DeepSeek-V3 16B on 8 H100s with its 64 experts distributed over
+them, 4 samples of 4,096 tokens each, selective checkpointing, compiled attention and loss
+(https://github.com/pytorch/torchtitan/issues/1789, October 2025; the size of the batch follows from seconds and tokens
+per second).
 
 gpu: larger networks of the same kinds on one GPU of this machine, where it has one: the allocator's peak in the third
 step, and the median seconds of those after it.
@@ -48,7 +51,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_accel.strategies  # noqa: F401  # registers short names
-from lightning_accel import MoELanguageModel
+from lightning_accel import MixtureOfExperts, MoELanguageModel
 from lightning_accel.planning import DEVICES, Cluster, Device, simulate_step
 from lightning_accel.planning.program import RESERVED
 from lightning_accel.strategies import FullyShardedStrategy, PipelineStrategy
@@ -236,6 +239,11 @@ def simulate(network: str, strategy: str, processes: int) -> Any:
 # ---- torchtitan's Llama
 
 
+def rotated(x: Tensor, turns: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turns[None, : x.shape[1], None]).flatten(3).type_as(x)
+
+
 class Attention(nn.Module):
     def __init__(self, dim: int, heads: int, groups: int) -> None:
         super().__init__()
@@ -247,18 +255,13 @@ class Attention(nn.Module):
         query, key, value = (
             one(x).unflatten(-1, (-1, len(turns[0]) * 2)) for one in (self.query, self.key, self.value)
         )
-        query, key = (self._rotated(one, turns) for one in (query, key))
+        query, key = (rotated(one, turns) for one in (query, key))
         key, value = (
             one.unsqueeze(3).expand(-1, -1, -1, self.heads // self.groups, -1).flatten(2, 3) for one in (key, value)
         )
         heads = (one.transpose(1, 2) for one in (query, key, value))
         out = F.scaled_dot_product_attention(*heads, is_causal=True)
         return self.out(out.transpose(1, 2).flatten(2))
-
-    @staticmethod
-    def _rotated(x: Tensor, turns: Tensor) -> Tensor:
-        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-        return torch.view_as_real(pairs * turns[None, : x.shape[1], None]).flatten(3).type_as(x)
 
 
 class Block(nn.Module):
@@ -280,7 +283,9 @@ def selective() -> Any:
     kept = {
         torch.ops.aten._scaled_dot_product_flash_attention.default,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
+        torch.ops._c10d_functional.all_to_all_single.default,
     }
     products: dict[bool, int] = defaultdict(int)
 
@@ -332,6 +337,106 @@ class Llama8B(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), fused=True)
 
 
+# ---- torchtitan's DeepSeek
+
+
+class LatentAttention(nn.Module):
+    """Attend with keys and values from a narrow vector, and positions in a part of each head (DeepSeek-V2, 2.1)."""
+
+    def __init__(self, dim: int, heads: int, rank: int = 512, width: int = 128, turned: int = 64) -> None:
+        super().__init__()
+        self.heads, self.rank, self.width, self.turned = heads, rank, width, turned
+        self.query = nn.Linear(dim, heads * (width + turned), bias=False)
+        self.narrow, self.norm = nn.Linear(dim, rank + turned, bias=False), nn.RMSNorm(rank)
+        self.wide, self.out = nn.Linear(rank, 2 * heads * width, bias=False), nn.Linear(heads * width, dim, bias=False)
+
+    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+        query, turned = self.query(x).unflatten(-1, (self.heads, -1)).split([self.width, self.turned], -1)
+        query = torch.cat([query, rotated(turned, turns)], -1)
+        narrow, turned = self.narrow(x).split([self.rank, self.turned], -1)
+        key, value = self.wide(self.norm(narrow)).unflatten(-1, (self.heads, -1)).chunk(2, -1)
+        key = torch.cat([key, rotated(turned.unsqueeze(2), turns).expand(-1, -1, self.heads, -1)], -1)
+        out = F.scaled_dot_product_attention(*(one.transpose(1, 2) for one in (query, key, value)), is_causal=True)
+        return self.out(out.transpose(1, 2).flatten(2))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(dim, hidden_dim, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden_dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class DeepSeekBlock(nn.Module):
+    def __init__(self, dim: int, number: int) -> None:
+        super().__init__()
+        self.attention = LatentAttention(dim, heads=16)
+        self.before_attention, self.before_experts = nn.RMSNorm(dim), nn.RMSNorm(dim)
+        options: Any = {"activation": "silu", "gated": True, "bias": False}
+        self.feed_forward = (
+            MixtureOfExperts(dim, 1408, num_experts=64, k=6, shared_dim=2 * 1408, **options)
+            if number
+            else SwiGLU(dim, 10944)
+        )
+
+    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+        x = x + self.attention(self.before_attention(x), turns)
+        y = self.feed_forward(self.before_experts(x))
+        return x + (y if isinstance(y, Tensor) else y.features)
+
+
+class CompiledLoss(torch.autograd.Function):
+    """Compute a cross-entropy as compiled code does, which makes no copies of the scores in float32."""
+
+    @staticmethod
+    def forward(context: Any, scores: Tensor, targets: Tensor) -> Tensor:
+        sums = torch.cat([part.float().logsumexp(-1) for part in scores.split(1024)])
+        context.save_for_backward(scores, targets, sums)
+        return (sums - scores.gather(1, targets[:, None]).squeeze(1).float()).mean()
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> tuple[Tensor, None]:
+        scores, targets, sums = context.saved_tensors
+        found = torch.empty_like(scores)
+        for part, out, top in zip(scores.split(1024), found.split(1024), sums.split(1024), strict=True):
+            out.copy_((part.float() - top[:, None]).exp() * (grad / len(scores)))
+        return found.scatter_add_(1, targets[:, None], -(grad / len(scores)).to(found).expand(len(scores), 1)), None
+
+
+class DeepSeek16B(L.LightningModule):
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        dim, vocabulary = 2048, 102400
+        self.embedding = nn.Embedding(vocabulary, dim)
+        self.blocks = nn.ModuleList(
+            checkpoint_wrapper(DeepSeekBlock(dim, number), context_fn=selective) for number in range(27)
+        )
+        self.norm, self.head = nn.RMSNorm(dim), nn.Linear(dim, vocabulary, bias=False)
+        self.register_buffer("turns", torch.zeros(length, 32, dtype=torch.complex64), persistent=False)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = self.embedding(batch[0])
+        for block in self.blocks:
+            x = block(x, self.turns)
+        return CompiledLoss.apply(self.head(self.norm(x)).flatten(0, 1), batch[0].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), fused=True)
+
+
+def plan_mixture(cluster: Cluster, batch_size: int, length: int, expert_parallel_size: int) -> Any:
+    def run(options: dict[str, Any], fit: Any) -> None:
+        data = TensorDataset(torch.zeros(2 * batch_size * cluster.size, length, dtype=torch.int32).long())
+        fit(L.Trainer(logger=False, **options), DeepSeek16B(length), DataLoader(data, batch_size))
+
+    strategy = FullyShardedStrategy(expert_parallel_size=expert_parallel_size)
+    with tempfile.TemporaryDirectory() as folder:
+        return simulate_step(run, cluster, {"strategy": strategy, "precision": "bf16-mixed"}, Path(folder))
+
+
 def plan_llama(cluster: Cluster, batch_size: int, length: int) -> Any:
     def run(options: dict[str, Any], fit: Any) -> None:
         data = TensorDataset(torch.zeros(2 * batch_size * cluster.size, length, dtype=torch.int32).long())
@@ -369,6 +474,20 @@ def published(quick: bool) -> list[dict[str, Any]]:
         print(
             f"{size} GPUs: memory {planned:.1f} GiB of {memory} ({planned / memory:.2f}); tokens/s {tokens:.0f} of "
             f"{speed} ({tokens / speed:.2f}), compiled {compiled} ({tokens / compiled:.2f})",
+            flush=True,
+        )
+    # 79.1 GiB, of which torchtitan gives shares; where experts are not distributed, no speed is told
+    for batch_size, distributed, memory, speed in ((4, 8, 73.32, 11_636), (8, 1, 0.96 * 79.1, None)):
+        cluster = Cluster(DEVICES["H100-80GB"], 8)
+        found = plan_mixture(cluster, batch_size, 4096, distributed)
+        planned = found.peak * RESERVED / 2**30
+        tokens = found.samples * 4096 / found.trace.time_on(cluster).total
+        row = {"gpus": 8, "experts on": distributed, "memory": memory, "planned_memory": planned}
+        rows.append(row | {"tokens": speed, "planned_tokens": tokens})
+        of_speed = f" of {speed} ({tokens / speed:.2f})" if speed else ""
+        print(
+            f"mixture on 8 GPUs, experts on {distributed}: memory {planned:.1f} GiB of {memory:.1f} "
+            f"({planned / memory:.2f}); tokens/s {tokens:.0f}{of_speed}",
             flush=True,
         )
     return rows

@@ -9,6 +9,8 @@ import lightning as L
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import lightning_accel.ops.attention
+import lightning_accel.ops.grouped_linear  # noqa: F401  # formulas of these operations
 from lightning_accel.measure.rates import BY_ONEDNN, Rates
 from lightning_accel.ops.matmul import takes_onednn
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from lightning_accel._private.torch import is_traceable_wrapper_subclass, replace_cpu_kernel
 from lightning_accel.ops.native import KERNELS, Replacement, check_one_device, missing_kernel
@@ -154,6 +154,12 @@ def _count_flops(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> 
 def _count_backward_flops(grad: Shape, query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
     """Count scores that are computed again, and the two products for the gradients of each of the two."""
     return 2 * math.prod(query[:3]) * key[2] * (3 * query[3] + 2 * value[3])
+
+
+# torch has formulas for its kernels of CUDA alone
+if torch.ops.aten._scaled_dot_product_flash_attention_for_cpu not in flop_registry:
+    register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)(_count_flops)
+    register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward)(_count_backward_flops)
 
 
 @KERNELS.on_load

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_accel.ops.extras import HAS_TRITON
+from lightning_accel.ops.extras import planned_capability, runs_triton
 from lightning_accel.ops.grouped_linear import (
     cast_for_autocast,
     choose_grouped_backend,
@@ -111,7 +111,7 @@ def expert_mlp(
             if torch.compiler.is_compiling():
                 return _blocks_op(*tensors, biases, activation, keep)[0]
             return _Blocks.apply(activation, keep, *tensors, *biases)  # a custom op takes hundreds of microseconds more
-        if tokens.is_cuda and HAS_TRITON and backend != "loop":
+        if runs_triton(tokens) and backend != "loop":
             slots = token_of_slot, weight_of_slot, counts
             return _on_gpu(tokens, *slots, up_weight, down_weight, up_bias, down_bias, activation, backend)
         rows = tokens.index_select(0, token_of_slot)  # (S, D)
@@ -181,7 +181,7 @@ def _dense(
 
 def choose_backend(up_weight: Tensor, down_weight: Tensor, num_slots: int) -> Backend:
     """Return the fastest backend of :func:`expert_mlp` for these weights (device, dtype, shape) and number of slots."""
-    if up_weight.device.type != "cpu":
+    if up_weight.device.type != "cpu" or planned_capability() is not None:
         return choose_grouped_backend(up_weight, down_weight)
     if torch.compiler.is_compiling():  # a loop would break the graph, a choice would put a guard on the number of slots
         return "blocks"

@@ -1,5 +1,7 @@
 """Packages that only some features need, imported on first use."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -22,6 +24,32 @@ EXTRA_OF = {
 
 
 HAS_TRITON = find_spec("triton") is not None  # a constant, which torch.compile reads without a warning
+_planned_capability: int | None = None  # of the GPU for which operations are planned, that do not compute
+
+
+def runs_triton(tensor: Any) -> bool:
+    """Return whether operations on a tensor take kernels of Triton, or are planned for a GPU on which they would."""
+    return (tensor.is_cuda and HAS_TRITON) or _planned_capability is not None
+
+
+def planned_capability() -> int | None:
+    """Return the major number of the compute capability of the GPU that is planned for, None if none is."""
+    return _planned_capability
+
+
+@contextmanager
+def planned_for(capability: int) -> Iterator[None]:
+    """Let operations on tensors of the CPU take their ways on a GPU, where nothing computes.
+
+    Args:
+        capability: major number of its compute capability, 0 of GPUs that are not NVIDIA's.
+    """
+    global _planned_capability
+    before, _planned_capability = _planned_capability, capability
+    try:
+        yield
+    finally:
+        _planned_capability = before
 
 
 class _OnFirstUse(ModuleType):

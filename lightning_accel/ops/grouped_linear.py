@@ -1,14 +1,15 @@
 """A separate linear layer for each group of rows. Shapes: M rows, I features in, O features out, E groups."""
 
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from lightning_accel._private.torch import in_forward_mode, in_transform
-from lightning_accel.ops.extras import HAS_TRITON
-from lightning_accel.ops.grouped_products import TRITON_DTYPES, bias_of_rows, multiply_rows
+from lightning_accel.ops.extras import planned_capability, runs_triton
+from lightning_accel.ops.grouped_products import TRITON_DTYPES, Shape, bias_of_rows, multiply_rows
 
 GroupedBackend: TypeAlias = Literal["auto", "grouped_mm", "loop", "triton"]
 
@@ -62,6 +63,16 @@ def multiply_by_torch(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | No
     return product if bias is None else product + bias_of_rows(bias, ends, len(x))
 
 
+def _count_flops(left: Shape, right: Shape, *_: Any, **__: Any) -> int:
+    """Count the operations of torch's kernel, of whose two matrices one or both lie in groups beside each other."""
+    num_rows, width = left[-2:]
+    return 2 * num_rows * width * right[-1] * (left[0] if len(left) == len(right) == 3 else 1)
+
+
+if torch.ops.aten._grouped_mm not in flop_registry:
+    register_flop_formula(torch.ops.aten._grouped_mm)(_count_flops)
+
+
 def needs_formula() -> bool:
     """Return whether autograd must see the formula: under transforms of torch.func, and in forward mode."""
     return not torch.compiler.is_compiling() and (in_transform() or in_forward_mode())
@@ -74,13 +85,15 @@ def choose_grouped_backend(*weights: Tensor) -> Literal["grouped_mm", "loop", "t
     Else it is a loop that copies the sizes of groups to the host, and ``torch.compile`` refuses it in float32.
     """
     dtypes = {weight.dtype for weight in weights}
-    if not all(weight.is_cuda for weight in weights) or not dtypes <= set(TRITON_DTYPES):
+    planned = planned_capability()
+    if not (all(weight.is_cuda for weight in weights) or planned is not None) or not dtypes <= set(TRITON_DTYPES):
         return "loop"
     is_aligned = all(size % 8 == 0 for weight in weights for size in weight.shape[1:])
-    is_new = torch.version.hip is None and torch.cuda.get_device_capability(weights[0].device)[0] in (9, 10)
-    if dtypes == {torch.bfloat16} and is_aligned and is_new:
+    if planned is None:
+        planned = 0 if torch.version.hip else torch.cuda.get_device_capability(weights[0].device)[0]
+    if dtypes == {torch.bfloat16} and is_aligned and planned in (9, 10):
         return "grouped_mm"
-    return "triton" if HAS_TRITON else "loop"
+    return "triton" if all(map(runs_triton, weights)) else "loop"
 
 
 def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
-from lightning_accel.ops.extras import HAS_TRITON
+from lightning_accel.ops.extras import HAS_TRITON, runs_triton
 
+Shape = tuple[int, ...]
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -49,7 +51,7 @@ def multiply_rows(
     Raises:
         ValueError: if tensors are not on CUDA, or float64, dtypes differ, or Triton is missing.
     """
-    if not (x.is_cuda and HAS_TRITON and x.dtype in TRITON_DTYPES):
+    if not (runs_triton(x) and x.dtype in TRITON_DTYPES):
         raise ValueError(
             "the backend 'triton' takes bfloat16, float16 or float32 on CUDA, and needs Triton; got "
             f"{x.dtype} on {x.device}, and Triton is {'' if HAS_TRITON else 'not '}installed. Use 'auto'"
@@ -75,7 +77,7 @@ def gather_rows(x: Tensor, sources: Sources) -> Tensor:
 def bias_of_rows(bias: Tensor, ends: Tensor, num_rows: int) -> Tensor:
     """Return the bias (M, O) of each row, 0 for one of no group, given the biases (E, O) of the groups."""
     sources = _sources_of_groups(ends, num_rows)
-    if bias.is_cuda and HAS_TRITON:
+    if runs_triton(bias):
         return gather_rows(bias, sources)  # the gradient of index_select is added up in 16 bits
     return F.pad(bias, (0, 0, 0, 1)).index_select(0, sources.source)
 
@@ -191,6 +193,16 @@ def _spread_rows_backward(ctx: Any, grad: Tensor, grad_of_dots: Tensor) -> tuple
         _, dots = _spread_rows(x, grad, None, *sources)
         d_weights = dots.to(weights.dtype)
     return d_x, d_rows, d_weights, None, None, None
+
+
+@register_flop_formula(torch.ops.lightning_accel.multiply_rows)
+def _(x: Shape, weight: Shape, ends: Shape, bias: Shape | None, source: Shape | None, *_: Any, **__: Any) -> int:
+    return 2 * (x if source is None else source)[0] * weight[1] * weight[2]
+
+
+@register_flop_formula(torch.ops.lightning_accel.multiply_groups)
+def _(left: Shape, right: Shape, *_: Any, **__: Any) -> int:
+    return 2 * left[0] * left[1] * right[1]
 
 
 _multiply_rows.register_autograd(_multiply_rows_backward, setup_context=_save)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_accel._private.torch import attend_in_parts, foreach_on_cpu
+from lightning_accel.ops.extras import planned_for
 from lightning_accel.planning.live_memory import HOST, LiveMemory
 
 # Of the functions that autocast computes in float32 on CUDA those whose results or inputs autograd keeps, by where
@@ -74,9 +75,34 @@ def _attention(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:
         if _has_no_fused_attention(query, key):
             return attend_in_parts(query, key, value, attn_mask, dropout_p, *rest, **options)
+        if value.shape[-1] != query.shape[-1]:  # which the CPU computes in parts
+            return _attend_efficiently(query, key, value, attn_mask, *rest, **options)
         return function(query, key, value, attn_mask, 0.0, *rest, **options)  # CUDA's draws it again in backward
 
     return attention
+
+
+def _attend_efficiently(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Call the kernel that takes values of another width than queries, as multi-head latent attention has them."""
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value = (one.to(torch.get_autocast_dtype("cpu")) for one in (query, key, value))
+    if enable_gqa:
+        key, value = (one.repeat_interleave(query.shape[-3] // one.shape[-3], -3) for one in (key, value))
+    if attn_mask is not None:
+        attn_mask = attn_mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
+    operation = torch.ops.aten._scaled_dot_product_efficient_attention
+    needs_grad = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
+    out: Tensor = operation(query, key, value, attn_mask, needs_grad, 0.0, is_causal, scale=scale)[0]
+    return out
 
 
 def _has_no_fused_attention(query: Tensor, key: Tensor) -> bool:
@@ -125,14 +151,16 @@ def _transfers(memory: LiveMemory) -> Iterator[None]:
 
 
 @contextmanager
-def as_on_cuda(memory: LiveMemory) -> Iterator[None]:
+def as_on_cuda(memory: LiveMemory, capability: int) -> Iterator[None]:
     """Let functions and optimizers take the ways of CUDA for tensors on the CPU.
 
     Args:
         memory: what is known of where tensors are.
+        capability: major number of the GPU's compute capability, 0 if it is not NVIDIA's.
     """
     with ExitStack() as stack:
         stack.enter_context(foreach_on_cpu())
+        stack.enter_context(planned_for(capability))
         stack.enter_context(_transfers(memory))
         for place, names in _IN_FLOAT32.items():
             for name in names:

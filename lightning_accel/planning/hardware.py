@@ -20,6 +20,7 @@ class Device:
         link: bytes per second to the other devices of its machine, in one direction.
         network: bytes per second to other machines, in one direction, for each device.
         is_gpu: whether kernels have to be launched, and torch chooses those of CUDA.
+        capability: major number of a GPU's compute capability, by which kernels are chosen; 0 if it is not NVIDIA's.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Device:
     link: float
     network: float
     is_gpu: bool = True
+    capability: int = 8
 
     def product_rate(self, dtype: str, tf32: bool = False) -> float:
         """Return the operations per second in a dtype, that of the next wider one if it has none of its own."""
@@ -38,32 +40,40 @@ class Device:
 
 
 def _gpu(
-    name: str, gigabytes: int, rates: tuple[float, float, float, float], bandwidth: float, link: float, network: float
+    name: str,
+    capability: int,
+    gigabytes: int,
+    rates: tuple[float, float, float, float],
+    bandwidth: float,
+    link: float,
+    network: float,
 ) -> Device:
     fp64, fp32, tf32, bf16 = (rate * _TERA for rate in rates)
     products = {"fp64": fp64, "fp32": fp32, "tf32": tf32, "bf16": bf16, "fp16": bf16}
-    return Device(name, gigabytes * 2**30, products, bandwidth * _GIGA, link * _GIGA, network * _GIGA)
+    speeds = (bandwidth * _GIGA, link * _GIGA, network * _GIGA)
+    return Device(name, gigabytes * 2**30, products, *speeds, capability=capability)
 
 
-# Data sheets of NVIDIA and AMD: dense rates of fp64, fp32, tf32 and bf16 in TFLOP/s, GB/s of memory, of NVLink (or
-# PCIe) in one direction, and of the network port that machines with eight of them usually have for each
+# Data sheets of NVIDIA and AMD: major number of the compute capability, GiB, dense rates of fp64, fp32, tf32 and bf16
+# in TFLOP/s, GB/s of memory, of NVLink (or PCIe) in one direction, and of the network port that machines with eight of
+# them usually have for each
 DEVICES = {
     device.name: device
     for device in (
-        _gpu("B200-180GB", 180, (37, 75, 1100, 2250), 7700, 900, 50),
-        _gpu("H200-141GB", 141, (67, 67, 494, 989), 4800, 450, 50),
-        _gpu("H100-80GB", 80, (67, 67, 494, 989), 3350, 450, 50),
-        _gpu("H100-96GB", 96, (67, 67, 494, 989), 2400, 450, 50),  # HBM2e, as in Grand Teton
-        _gpu("MI300X-192GB", 192, (163, 163, 653, 1307), 5300, 448, 50),
-        _gpu("A100-80GB", 80, (19.5, 19.5, 156, 312), 2039, 300, 25),
-        _gpu("A100-40GB", 40, (19.5, 19.5, 156, 312), 1555, 300, 25),
-        _gpu("L40S-48GB", 48, (1.4, 91.6, 183, 362), 864, 32, 12.5),
-        _gpu("A10G-24GB", 24, (0.55, 31, 35, 70), 600, 16, 6.25),
-        _gpu("L4-24GB", 24, (0.47, 30, 60, 121), 300, 16, 6.25),
-        _gpu("V100-32GB", 32, (7.8, 15.7, 15.7, 125), 900, 150, 12.5),
-        _gpu("T4-16GB", 16, (0.25, 8.1, 8.1, 65), 320, 16, 3.1),
-        _gpu("RTX4090-24GB", 24, (1.3, 82.6, 82.6, 165), 1008, 16, 3.1),
-        _gpu("RTX3090-24GB", 24, (0.56, 35.6, 35.6, 71), 936, 16, 3.1),
+        _gpu("B200-180GB", 10, 180, (37, 75, 1100, 2250), 7700, 900, 50),
+        _gpu("H200-141GB", 9, 141, (67, 67, 494, 989), 4800, 450, 50),
+        _gpu("H100-80GB", 9, 80, (67, 67, 494, 989), 3350, 450, 50),
+        _gpu("H100-96GB", 9, 96, (67, 67, 494, 989), 2400, 450, 50),  # HBM2e, as in Grand Teton
+        _gpu("MI300X-192GB", 0, 192, (163, 163, 653, 1307), 5300, 448, 50),
+        _gpu("A100-80GB", 8, 80, (19.5, 19.5, 156, 312), 2039, 300, 25),
+        _gpu("A100-40GB", 8, 40, (19.5, 19.5, 156, 312), 1555, 300, 25),
+        _gpu("L40S-48GB", 8, 48, (1.4, 91.6, 183, 362), 864, 32, 12.5),
+        _gpu("A10G-24GB", 8, 24, (0.55, 31, 35, 70), 600, 16, 6.25),
+        _gpu("L4-24GB", 8, 24, (0.47, 30, 60, 121), 300, 16, 6.25),
+        _gpu("V100-32GB", 7, 32, (7.8, 15.7, 15.7, 125), 900, 150, 12.5),
+        _gpu("T4-16GB", 7, 16, (0.25, 8.1, 8.1, 65), 320, 16, 3.1),
+        _gpu("RTX4090-24GB", 8, 24, (1.3, 82.6, 82.6, 165), 1008, 16, 3.1),
+        _gpu("RTX3090-24GB", 8, 24, (0.56, 35.6, 35.6, 71), 936, 16, 3.1),
     )
 }
 

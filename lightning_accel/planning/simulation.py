@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.flop_counter import flop_registry
 
 from lightning_accel._private.lightning import layer_sync_of, leave_layer_sync_out, repeat_batches
-from lightning_accel._private.torch import group_of, is_functional_collective, packet_of, tree_leaves
+from lightning_accel._private.torch import arguments_of, group_of, is_functional_collective, packet_of, tree_leaves
 from lightning_accel.callbacks import (
     CompressionReport,
     Distillation,
@@ -181,7 +181,8 @@ def _simulate(
         if cluster.size > 1:
             stack.enter_context(simulated_world(cluster.size, watch.record_collective, peers))
         stack.enter_context(memory.seeing_resizes())
-        stack.enter_context(as_on_cuda(memory) if cluster.device.is_gpu else nullcontext())
+        device = cluster.device
+        stack.enter_context(as_on_cuda(memory, device.capability) if device.is_gpu else nullcontext())
         stack.enter_context(_nothing_saved())
         stack.enter_context(_flags())
         stack.enter_context(_batch_norms_of_one_process(watch.found))
@@ -190,6 +191,13 @@ def _simulate(
         with suppress(_Measured, Unanswered):
             run(arguments, fit)
     return watch
+
+
+def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether an operation is attention to earlier tokens alone, which kernels do not compute for others."""
+    names = [argument.name for argument in arguments_of(func)]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return bool(given.get("is_causal", given.get("causal", False)))
 
 
 class _Measured(BaseException):
@@ -240,7 +248,7 @@ class _Watch(L.Callback):
             return
         flops = 0
         if formula := flop_registry.get(packet_of(func)):
-            flops = formula(*args, **kwargs, out_val=result)
+            flops = formula(*args, **kwargs, out_val=result) // (2 if _is_causal(func, args, kwargs) else 1)
         floats = [one for one in tensors if one.is_floating_point()]
         dtype = _DTYPES.get(floats[0].dtype, "fp32") if floats else "fp32"
         size = _bytes([*tensors, *made])

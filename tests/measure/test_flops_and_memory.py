@@ -57,6 +57,25 @@ def test_operations_are_those_counted_by_hand(manual):
     assert (counter.flops, counter.onednn_flops) == (BY_HAND, 0)  # of small products
 
 
+class Attending(Perceptron):
+    """Attend from 3 queries of width 8 to 4 keys, with values of the same width, then multiply groups of rows."""
+
+    def training_step(self, batch, batch_idx):
+        query, key = (self.net(batch[0]).sum() * torch.ones(1, 2, length, 8) for length in (3, 4))
+        found = nn.functional.scaled_dot_product_attention(query, key, key).sum()
+        groups = self.net(batch[0]).sum() * torch.ones(3, 8, 16, dtype=torch.bfloat16)
+        rows = torch.ones(10, 8, dtype=torch.bfloat16)
+        ends = torch.tensor([2, 2, 10], dtype=torch.int32)
+        return found + nn.functional.grouped_mm(rows, groups, offs=ends).float().sum()
+
+
+def test_attention_of_the_cpu_and_products_of_groups_are_counted():
+    """Attention has 2 products forward, and 5 backward, with the scores again; the groups' weights alone learn."""
+    counter = FlopCount(batch=1)
+    fit(counter, module=Attending())
+    assert counter.flops == 3 * BY_HAND + 7 * 2 * (2 * 3 * 4 * 8) + 2 * 2 * (10 * 8 * 16)
+
+
 @pytest.mark.slow
 def test_compiled_modules_are_counted_and_stay_compiled():
     runs = []

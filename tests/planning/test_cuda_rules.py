@@ -28,18 +28,18 @@ def test_autocast_computes_in_float32_what_it_does_on_cuda():
     norm, head = nn.LayerNorm(8), nn.Linear(8, 3)
     with torch.autocast("cpu", torch.bfloat16):
         assert F.softmax(x, -1).dtype == norm(x).dtype == torch.bfloat16
-        with as_on_cuda(LiveMemory()):
+        with as_on_cuda(LiveMemory(), 8):
             assert F.softmax(x, -1).dtype == x.softmax(-1).dtype == norm(x).dtype == torch.float32
             assert F.cross_entropy(x, torch.tensor([1, 2])).dtype == torch.float32
             assert head(x).dtype == torch.bfloat16
-    with as_on_cuda(LiveMemory()):
+    with as_on_cuda(LiveMemory(), 8):
         assert F.softmax(x, -1).dtype == torch.bfloat16  # as without autocast everywhere
 
 
 def test_dropout_keeps_a_mask_of_bytes():
     x = torch.ones(64, 100, requires_grad=True)
     assert saved_bytes(nn.Dropout(0.3), x) == 4 * 6400
-    with as_on_cuda(LiveMemory()):
+    with as_on_cuda(LiveMemory(), 8):
         assert saved_bytes(nn.Dropout(0.3), x) == 6400
         assert saved_bytes(nn.Dropout(0.3).eval(), x) == 0
 
@@ -51,7 +51,7 @@ def test_attention_with_dropout_keeps_no_weights():
         return F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
 
     assert saved_bytes(attend, query) > 2 * 300 * 300 * 4
-    with as_on_cuda(LiveMemory()):
+    with as_on_cuda(LiveMemory(), 8):
         assert saved_bytes(attend, query) < 2 * 300 * 300
 
 
@@ -66,7 +66,7 @@ def test_attention_of_grouped_queries_in_float32_and_all_in_float64_keeps_its_we
     def attend(x):
         return F.scaled_dot_product_attention(x, key, key, None, 0.0, True, enable_gqa=heads > 2)
 
-    with as_on_cuda(LiveMemory()):
+    with as_on_cuda(LiveMemory(), 8):
         assert (saved_bytes(attend, query) < heads * 300 * 300 * dtype.itemsize) == is_fused
         torch.testing.assert_close(attend(query), torch.ones_like(query))
 
@@ -83,6 +83,6 @@ def test_optimizers_take_lists_of_tensors():
         return {event.name for event in profiler.events()}
 
     assert "aten::_foreach_add_" not in names()
-    with as_on_cuda(LiveMemory()):
+    with as_on_cuda(LiveMemory(), 8):
         assert "aten::_foreach_add_" in names()
     assert "aten::_foreach_add_" not in names()

@@ -4,10 +4,12 @@ import os
 import random
 import sys
 import warnings
+from functools import partial
 
 import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import Timer, TQDMProgressBar
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_only
@@ -132,6 +134,54 @@ def test_networks_of_others(name, tmp_path):
     # what is recomputed in the backward pass takes the ways of CUDA, too
     sharded = {"strategy": FullyShardedStrategy(activation_checkpointing=True)}
     assert simulate_step(run_mixed, Cluster(DEVICES["L4-24GB"], 2), sharded, tmp_path).peak > 0
+
+
+@pytest.mark.parametrize(("device", "precision"), [("L4-24GB", "32-true"), ("H100-80GB", "bf16-true")])
+def test_experts_take_the_kernels_of_the_gpu_that_is_planned_for(tmp_path, device, precision):
+    """As many operations as by those of the CPU, in fewer products: torch's kernel on an H100, else Triton's."""
+    traces = [
+        simulated(tmp_path, "experts", "ddp", 2, one, precision=precision).trace for one in (CPU, DEVICES[device])
+    ]
+    on_cpu, on_gpu = ([event.flops for event in one.events if getattr(event, "flops", 0)] for one in traces)
+    assert sum(on_gpu) == sum(on_cpu)
+    # of each of three layers: its experts' two products, each with two in the backward pass; its gate's; and the head's
+    assert len(on_gpu) == 3 * (6 + 3) + 3
+
+
+class Latent(torch.nn.Module):
+    """Attend with values of half the width of queries, as multi-head latent attention does."""
+
+    def __init__(self, dim, width=None, masked=False):
+        super().__init__()
+        self.width, self.masked = width or dim // 2, masked
+        self.project, self.out = torch.nn.Linear(dim, 2 * dim + self.width), torch.nn.Linear(self.width, dim)
+
+    def forward(self, x):
+        dim, length = x.shape[-1], x.shape[1]
+        query, key, value = self.project(x).unsqueeze(1).split([dim, dim, self.width], -1)
+        mask = torch.ones(length, length, dtype=torch.bool) if self.masked else None
+        query = query.expand(-1, 2, -1, -1)
+        found = F.scaled_dot_product_attention(query, key, value, mask, is_causal=not self.masked, enable_gqa=True)
+        return x + self.out(found.mean(1))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_with_values_of_another_width_is_fused(tmp_path, masked):
+    """Weights of all pairs of 400 tokens would take 5 MB a layer in bfloat16; there is one of the operations twice."""
+
+    def run(width):
+        def made(arguments, fit):
+            trainer, _, loader = make("dense", length=400, precision="bf16-mixed", **arguments)
+            fit(trainer, TokenModel(partial(Latent, width=width, masked=masked), 24, 3), loader)
+
+        return simulate_step(made, Cluster(DEVICES["L4-24GB"], 1), {}, tmp_path)
+
+    narrow, equal = run(12), run(24)
+    attention = [sum(event.flops for event in one.trace.events if event.is_attention) for one in (narrow, equal)]
+    size = 2 * 4 * 2 * 400 * 400  # of a product of one number for each pair
+    # of values and of the two gradients by them, of which causal kernels leave half out
+    assert attention[1] - attention[0] == 3 * 3 * size * 12 // (1 if masked else 2)
+    assert abs(equal.peak - narrow.peak) < (3 if masked else 1) * 2 * 2**20
 
 
 def test_kinds_of_memory_and_work(tmp_path):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_accel._private.torch import in_transform
-from lightning_accel.ops.extras import HAS_TRITON
+from lightning_accel.ops.extras import runs_triton
 
 NUM_GATES = {"mingru": 2, "minlstm": 3}
 
@@ -343,7 +343,7 @@ def _zero_steps_(x: Tensor, rows: Tensor) -> None:
 
 
 def _use_triton(x: Tensor) -> bool:
-    return x.is_cuda and HAS_TRITON
+    return runs_triton(x)
 
 
 # The recurrence as a custom op, for graphs: torch.compile would break at the Function's loop, or unroll it.

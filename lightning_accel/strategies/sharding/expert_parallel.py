@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_accel._private.torch import all_to_all, parameters_of
-from lightning_accel.ops.extras import HAS_TRITON
+from lightning_accel.ops.extras import runs_triton
 from lightning_accel.ops.grouped_products import gather_rows, sort_by_source, sum_rows
 
 
@@ -64,7 +64,7 @@ def _forward(
     sent, received = torch.stack([counts, arriving]).view(2, num_ranks, -1).sum(dim=2).tolist()
     taken, weights = token_of_slot[: sum(sent)], weight_of_slot[: sum(sent)]
     tokens = _to_autocast_dtype(tokens)
-    slots = sort_by_source(taken, len(taken), len(tokens)) if tokens.is_cuda and HAS_TRITON else None
+    slots = sort_by_source(taken, len(taken), len(tokens)) if runs_triton(tokens) else None
     rows = tokens.index_select(0, taken) if slots is None else gather_rows(tokens, slots)
     arrived = all_to_all(rows, received, sent, group)  # (R, D), sorted by process, then by expert
     by_source = arriving.view(num_ranks, -1)
