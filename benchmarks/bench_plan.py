@@ -3,10 +3,10 @@
 python benchmarks/bench_plan.py [--parts ranks scale published gpu] [--quick] [--json FILE]
 
 ranks: three networks with four strategies (and a mixture with its experts distributed) on 2 and 4 processes of this
-machine. Measured is the peak of a rank's resident memory in the third step, above what it holds before its model is
-made; the largest of all ranks counts. glibc keeps freed blocks of less than 32 MiB in its heap, where they serve others
-badly, which is no matter of tensors; so processes map blocks from 128 KiB on (MALLOC_MMAP_THRESHOLD_). Collectives are
-counted by a dispatch mode of this file, in the fourth step.
+machine. Measured is the peak of a rank's resident memory in the third step, above what it holds after three steps of a
+tiny network of the same kind, which libraries take; the largest of all ranks counts. glibc keeps freed blocks of less
+than 32 MiB in its heap, where they serve others badly, which is no matter of tensors; so processes map blocks from 128
+KiB on (MALLOC_MMAP_THRESHOLD_). Collectives are counted by a dispatch mode of this file, in the fourth step.
 
 scale: seconds and memory of planning a Llama of 8 billion weights for 8, 64 and 1,024 GPUs.
 
@@ -23,6 +23,7 @@ step, and the median seconds of those after it.
 """
 
 import argparse
+import ctypes
 import gc
 import importlib
 import json
@@ -36,7 +37,7 @@ import time
 import warnings
 from collections import Counter, defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -66,6 +67,9 @@ STRATEGIES: dict[str, Any] = {
 CPU = Device("cpu", 2**34, {"fp32": 1e11}, 1e10, 1e9, 1e9, is_gpu=False)
 
 
+Size = Literal["tiny", "small", "large"]
+
+
 class OfTransformers(L.LightningModule):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -80,30 +84,37 @@ class OfTransformers(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 
-def llama(large: bool) -> tuple[L.LightningModule, TensorDataset]:
+def llama(size: Size) -> tuple[L.LightningModule, TensorDataset]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 4096}
     heads, length = 12, 256
-    if large:  # 1.1 billion weights
+    if size == "large":  # 1.1 billion weights
         sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "vocab_size": 32000}
         heads, length = 32, 2048
+    if size == "tiny":
+        sizes |= {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 64}
+        heads, length = 4, 16
     config = LlamaConfig(**sizes, num_attention_heads=heads, num_key_value_heads=4, max_position_embeddings=length)
-    return OfTransformers(LlamaForCausalLM(config)), TensorDataset(torch.randint(0, 4096, (64, length)))
+    return OfTransformers(LlamaForCausalLM(config)), TensorDataset(
+        torch.randint(0, min(4096, sizes["vocab_size"]), (64, length))
+    )
 
 
-def resnet(large: bool) -> tuple[L.LightningModule, TensorDataset]:
+def resnet(size: Size) -> tuple[L.LightningModule, TensorDataset]:
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    pictures = torch.randn(512 if large else 64, 3, *[224 if large else 160] * 2)
-    model = ResNetForImageClassification(ResNetConfig(num_labels=10))  # ResNet-50
+    width = {"tiny": 32, "small": 160, "large": 224}[size]
+    pictures = torch.randn(512 if size == "large" else 64, 3, width, width)
+    narrow = {"embedding_size": 8, "hidden_sizes": [16, 16, 16, 16]} if size == "tiny" else {}
+    model = ResNetForImageClassification(ResNetConfig(num_labels=10, **narrow))  # ResNet-50
     return OfTransformers(model), TensorDataset(pictures, torch.randint(0, 10, (len(pictures),)))
 
 
-def mixture(large: bool) -> tuple[L.LightningModule, list[Tensor]]:
-    sizes = {"dim": 1024, "num_layers": 12} if large else {"dim": 512, "num_layers": 6}
-    model = MoELanguageModel(vocab_size=4096, **sizes, num_heads=8, experts={"num_experts": 8})
-    return model, list(torch.randint(0, 4096, (128, 1025 if large else 257)))
+def mixture(size: Size) -> tuple[L.LightningModule, list[Tensor]]:
+    dim, num_layers, length = {"tiny": (32, 6, 16), "small": (512, 6, 256), "large": (1024, 12, 1024)}[size]
+    model = MoELanguageModel(vocab_size=4096, dim=dim, num_layers=num_layers, num_heads=8, experts={"num_experts": 8})
+    return model, list(torch.randint(0, 4096, (128, length + 1)))
 
 
 QUIET: dict[str, Any] = {
@@ -115,12 +126,14 @@ QUIET: dict[str, Any] = {
 NETWORKS = {"llama": llama, "resnet": resnet, "mixture": mixture}
 
 
-def make(network: str, strategy: str, **options: Any) -> tuple[L.Trainer, L.LightningModule, DataLoader]:
+def make(
+    network: str, strategy: str, size: Size = "small", **options: Any
+) -> tuple[L.Trainer, L.LightningModule, DataLoader]:
     torch.manual_seed(0)
     arguments = STRATEGIES[strategy]
     kind = PipelineStrategy if strategy == "pipeline" else FullyShardedStrategy
     chosen = "ddp" if arguments is None else kind(**arguments)
-    module, data = NETWORKS[network](large=False)
+    module, data = NETWORKS[network](size)
     return L.Trainer(**{**QUIET, "strategy": chosen, **options}), module, DataLoader(data, batch_size=4)
 
 
@@ -179,11 +192,14 @@ def kilobytes(name: str) -> int:
 def train_rank(network: str, strategy: str, processes: int) -> None:
     for name in ("llama.modeling_llama", "resnet.modeling_resnet"):
         importlib.import_module(f"transformers.models.{name}")
-    torch.mm(torch.ones(64, 64), torch.ones(64, 64))
-    F.conv2d(torch.ones(1, 4, 9, 9), torch.ones(4, 4, 3, 3))
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": processes}
+    trainer, module, loader = make(network, strategy, "tiny", max_steps=3, **options)
+    trainer.fit(module, loader)
+    del trainer, module, loader
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     base = kilobytes("VmRSS") * 1024
-    options = {"accelerator": "cpu", "devices": processes, "callbacks": [ThirdStep(base)]}
-    trainer, module, loader = make(network, strategy, **options)
+    trainer, module, loader = make(network, strategy, callbacks=[ThirdStep(base)], **options)
     trainer.fit(module, loader)
 
 
@@ -521,7 +537,7 @@ def gpu(quick: bool) -> list[dict[str, Any]]:
 
             def train(options: dict[str, Any], fit: Any) -> None:
                 torch.manual_seed(0)
-                module, data = NETWORKS[network](large=True)  # noqa: B023
+                module, data = NETWORKS[network]("large")  # noqa: B023
                 trainer = L.Trainer(**{**QUIET, "precision": precision, **options})  # noqa: B023
                 fit(trainer, module, DataLoader(data, batch_size))  # noqa: B023
 
