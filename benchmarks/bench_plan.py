@@ -96,9 +96,8 @@ def llama(size: Size) -> tuple[L.LightningModule, TensorDataset]:
         sizes |= {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 64}
         heads, length = 4, 16
     config = LlamaConfig(**sizes, num_attention_heads=heads, num_key_value_heads=4, max_position_embeddings=length)
-    return OfTransformers(LlamaForCausalLM(config)), TensorDataset(
-        torch.randint(0, min(4096, sizes["vocab_size"]), (64, length))
-    )
+    tokens = torch.randint(0, min(4096, sizes["vocab_size"]), (64, length))
+    return OfTransformers(LlamaForCausalLM(config)), TensorDataset(tokens)
 
 
 def resnet(size: Size) -> tuple[L.LightningModule, TensorDataset]:
