@@ -4,6 +4,7 @@ import os
 import random
 import sys
 import warnings
+from dataclasses import replace
 from functools import partial
 
 import lightning as L
@@ -146,6 +147,16 @@ def test_experts_take_the_kernels_of_the_gpu_that_is_planned_for(tmp_path, devic
     assert sum(on_gpu) == sum(on_cpu)
     # of each of three layers: its experts' two products, each with two in the backward pass; its gate's; and the head's
     assert len(on_gpu) == 3 * (6 + 3) + 3
+
+
+def test_the_kernels_of_experts_depend_on_the_capability_of_the_gpu(tmp_path):
+    """Ours, for older GPUs, gathers rows within the product and keeps no copy of them: k = 2 of 4 * 12 tokens."""
+    gpu = DEVICES["H100-80GB"]
+    new, old = (
+        simulated(tmp_path, "experts", "ddp", 2, one, precision="bf16-true")
+        for one in (gpu, replace(gpu, capability=8))
+    )
+    assert new.peak - old.peak >= 2 * 2 * 4 * 12 * 24
 
 
 class Latent(torch.nn.Module):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightning_accel.planning import Cluster, Device, simulate_step
+from lightning_accel.tuning import measurer
 from lightning_accel.tuning import variants as variants_module
 from lightning_accel.tuning.planned_step import planned_bytes
 from lightning_accel.tuning.project import Changes, Project, project_of
@@ -77,13 +78,22 @@ def test_a_search_leaves_out_what_cannot_fit(monkeypatch, tmp_path):
     world.free = 13 * GB
     world.planned = {"[]": 4 * GB, "['x2']": 6 * GB, "['x4']": 13 * GB, "['x8']": "LossError: no step"}
     world.speed |= {"x2": 1.1, "x4": 3.0, "x8": 1.2}
+    frozen = []
+
+    def record(*arguments):
+        frozen.append(sum(one.is_alive and not one.is_put_away for one in world.variants))
+        return world.record(*arguments)
+
+    monkeypatch.setattr(measurer, "record_losses", record)
     outcome = run(tmp_path, allow=("batch_size",))
     refused = {one.name: one.reason for one in outcome.refused}
     assert refused["batch_size x 4"].startswith("by the plan of its step it needs 13.0 GiB of memory")
     assert "batch_size x 2" in outcome.alone
     assert "batch_size x 8" in outcome.alone
     assert not any("x4" in world.names(changes) for changes in world.started)
-    assert Changes() in world.put_away  # 5 GB beside what needs more than 8 with others
+    assert Changes() in world.put_away
+    assert frozen
+    assert max(frozen) <= 1  # beside the process that records losses
     plans = [name for name in journal_of(tmp_path) if name.startswith("plan")]
     assert sorted(plans) == ["plan of a step"] + [
         f"plan of a step with {{'batch_size_factor': {size}}}" for size in (2, 4, 8)
@@ -105,6 +115,8 @@ def test_variants_that_do_not_fit_beside_each_other_take_turns_alone(tmp_path, s
     fused = Changes(speedups={"fused_optimizer": True})
     try:
         one, _ = variants.warm(Changes(), soon())
+        assert 100 * 2**20 < one.facts()["resident_bytes"] < 4 * 2**30  # of the interpreter and its libraries
+        assert one.facts()["free_device_bytes"] is None
         variants.room = Room(free=5 * GB, held=2 * GB, world_size=1, plan=lambda changes: None)
         other, _ = variants.warm(fused, soon())
         assert not one.is_put_away
