@@ -152,6 +152,25 @@ def number_read() -> Any:
     return torch.ops.aten._local_scalar_dense.default
 
 
+def cpu_attention() -> tuple[Any, Any]:
+    """Return the packets of fused attention on the CPU, forward and backward."""
+    operations = torch.ops.aten
+    return (
+        operations._scaled_dot_product_flash_attention_for_cpu,
+        operations._scaled_dot_product_flash_attention_for_cpu_backward,
+    )
+
+
+def efficient_attention() -> Any:
+    """Return the packet of memory-efficient attention, which takes values of another width than queries."""
+    return torch.ops.aten._scaled_dot_product_efficient_attention
+
+
+def grouped_product() -> Any:
+    """Return the packet of the product of groups of rows with a matrix each, which ``F.grouped_mm`` calls."""
+    return torch.ops.aten._grouped_mm
+
+
 def is_functional_collective(operation: Any) -> bool:
     """Return whether an operation is a collective that returns new tensors, or waits for one."""
     return str(operation.namespace) == "_c10d_functional"

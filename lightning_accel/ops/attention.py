@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from lightning_accel._private.torch import is_traceable_wrapper_subclass, replace_cpu_kernel
+from lightning_accel._private.torch import cpu_attention, is_traceable_wrapper_subclass, replace_cpu_kernel
 from lightning_accel.ops.native import KERNELS, Replacement, check_one_device, missing_kernel
 
 Shape = tuple[int, ...]
@@ -157,9 +157,9 @@ def _count_backward_flops(grad: Shape, query: Shape, key: Shape, value: Shape, *
 
 
 # torch has formulas for its kernels of CUDA alone
-if torch.ops.aten._scaled_dot_product_flash_attention_for_cpu not in flop_registry:
-    register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)(_count_flops)
-    register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward)(_count_backward_flops)
+if cpu_attention()[0] not in flop_registry:
+    register_flop_formula(cpu_attention()[0])(_count_flops)
+    register_flop_formula(cpu_attention()[1])(_count_backward_flops)
 
 
 @KERNELS.on_load

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from lightning_accel._private.torch import in_forward_mode, in_transform
+from lightning_accel._private.torch import grouped_product, in_forward_mode, in_transform
 from lightning_accel.ops.extras import planned_capability, runs_triton
 from lightning_accel.ops.grouped_products import TRITON_DTYPES, Shape, bias_of_rows, multiply_rows
 
@@ -69,8 +69,8 @@ def _count_flops(left: Shape, right: Shape, *_: Any, **__: Any) -> int:
     return 2 * num_rows * width * right[-1] * (left[0] if len(left) == len(right) == 3 else 1)
 
 
-if torch.ops.aten._grouped_mm not in flop_registry:
-    register_flop_formula(torch.ops.aten._grouped_mm)(_count_flops)
+if grouped_product() not in flop_registry:
+    register_flop_formula(grouped_product())(_count_flops)
 
 
 def needs_formula() -> bool:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_accel._private.torch import attend_in_parts, foreach_on_cpu
+from lightning_accel._private.torch import attend_in_parts, efficient_attention, foreach_on_cpu
 from lightning_accel.ops.extras import planned_for
 from lightning_accel.planning.live_memory import HOST, LiveMemory
 
@@ -75,11 +75,17 @@ def _attention(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:
         if _has_no_fused_attention(query, key):
             return attend_in_parts(query, key, value, attn_mask, dropout_p, *rest, **options)
-        if value.shape[-1] != query.shape[-1]:  # which the CPU computes in parts
+        if value.shape[-1] != query.shape[-1] and _is_plain(query, key):  # which the CPU computes in parts
             return _attend_efficiently(query, key, value, attn_mask, *rest, **options)
         return function(query, key, value, attn_mask, 0.0, *rest, **options)  # CUDA's draws it again in backward
 
     return attention
+
+
+def _is_plain(query: Tensor, key: Tensor) -> bool:
+    """Return whether there are a batch and heads, the same of keys or so many queries to each."""
+    is_batch = query.dim() == key.dim() == 4 and len(query) == len(key)
+    return is_batch and query.shape[1] % key.shape[1] == 0
 
 
 def _attend_efficiently(
@@ -99,9 +105,8 @@ def _attend_efficiently(
         key, value = (one.repeat_interleave(query.shape[-3] // one.shape[-3], -3) for one in (key, value))
     if attn_mask is not None:
         attn_mask = attn_mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
-    operation = torch.ops.aten._scaled_dot_product_efficient_attention
     needs_grad = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
-    out: Tensor = operation(query, key, value, attn_mask, needs_grad, 0.0, is_causal, scale=scale)[0]
+    out: Tensor = efficient_attention()(query, key, value, attn_mask, needs_grad, 0.0, is_causal, scale=scale)[0]
     return out
 
 

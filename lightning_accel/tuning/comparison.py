@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from lightning_accel.ops.extras import import_on_use
-from lightning_accel.tuning.variant import Step, Variant
+from lightning_accel.tuning.variant import NotReadyError, Step, Variant
 
 stats = import_on_use("scipy.stats")
 
@@ -87,7 +87,12 @@ def compare(
     ratios: list[float] = []
     while True:
         pair = (baseline, variant) if len(ratios) % 2 == 0 else (variant, baseline)
-        rates = {id(one): rate(one, one.run_for(seconds, deadline)) for one in pair}
+        try:
+            rates = {id(one): rate(one, one.run_for(seconds, deadline)) for one in pair}
+        except NotReadyError:  # of a variant that starts again for its turn
+            if len(ratios) < least:
+                raise
+            return ratio_of(ratios)
         ratios.append(samples * rates[id(variant)] / rates[id(baseline)])
         if len(ratios) < least:
             continue

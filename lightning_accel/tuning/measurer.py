@@ -30,6 +30,7 @@ _EXACT_STEPS = 10
 # by rounding alone, runs from equal seeds grow apart, and after more steps may differ as much as seeds do
 _MOST_STEPS = 30
 _SHARE_OF_FIVE = 0.05  # of the budget, for those of five seeds
+_PLAN_SECONDS = 20.0  # for a plan of a step at least, which takes some seconds
 _END = 0.99  # share of the budget, after which the last turn and the end of all processes come
 _BEFORE_PROOF = 0.9  # share of the budget after which no comparison goes on, since nothing is handed back without proof
 
@@ -146,7 +147,9 @@ class Measurer:
 
     def why_no_room(self, factor: Factor) -> str:
         """Return why a factor is not tried: more memory than there is; nothing if it fits."""
-        return self._variants.room.why_not(factor.changes) if self._variants.room else ""
+        reason = self._variants.room.why_not(factor.changes) if self._variants.room else ""
+        self._variants.fit_together(Changes(), factor.changes)  # planned now, and not in the time of a measurement
+        return reason
 
     def _plan_step(self, changes: Changes) -> int | None:
         changed = changes.trainer | changes.batching
@@ -156,14 +159,16 @@ class Measurer:
             self._say("plan of a step")
             result: dict[str, Any] = {"bytes": None, "reason": ""}
             failure = None
+            deadline = self._deadline(max(0.1, _PLAN_SECONDS / self.budget))
             try:
                 result["bytes"] = planned_bytes(
                     self.project, changes, self.baseline["facts"], self._variants.new_folder(),
-                    self._deadline(0.1), self._variants.server_for(changes),
+                    deadline, self._variants.server_for(changes),
                 )  # fmt: skip
             except TrialError as error:
                 result["reason"], failure = str(error), error
-            return result | {"seconds": time.monotonic() - begin}, self._cut_at(False, failure)
+            is_cut = time.monotonic() > deadline
+            return result | {"seconds": time.monotonic() - begin}, self._cut_at(is_cut, failure)
 
         return self.journal.result(f"plan of a step with {changed}" if changed else "plan of a step", measure)["bytes"]
 
@@ -213,7 +218,7 @@ class Measurer:
                     return measure(is_repeated=True)
                 found.reason = str(error)
                 failure = error
-                if isinstance(error, NotReadyError) and pays_until < deadline:
+                if isinstance(error, NotReadyError) and pays_until < deadline and not found.start_seconds:
                     rest = "the whole run trains" if against == Changes() else "the run trains with the others"
                     found.reason = f"starts for longer than {rest}"
                 self._variants.forget_ended()

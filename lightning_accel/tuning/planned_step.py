@@ -9,7 +9,7 @@ from lightning_accel.planning import Cluster, Device, simulate_step
 from lightning_accel.planning.program import RESERVED
 from lightning_accel.tuning.fork_server import ForkServer
 from lightning_accel.tuning.project import Changes, Project
-from lightning_accel.tuning.variant import Variant
+from lightning_accel.tuning.variant import TrialError, Variant
 
 _FILE = "plan.json"
 
@@ -33,6 +33,8 @@ def planned_bytes(
         variant.wait(deadline)
     finally:
         variant.stop()
+    if not (folder / _FILE).exists():
+        raise TrialError("the run has ended the process before its step was planned")
     return int(json.loads((folder / _FILE).read_text()))
 
 

@@ -237,7 +237,11 @@ class Variant:
         self.folder, self.is_put_away = folder, False
         self._read, self._rest = 0, ""
         self.start()
-        self.warm_up(deadline)
+        try:
+            self.warm_up(deadline)
+        except NotReadyError:
+            self.put_away()
+            raise
 
     @contextlib.contextmanager
     def _thawed(self) -> Iterator[None]:

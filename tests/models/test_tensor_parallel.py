@@ -1,11 +1,13 @@
 import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_accel._private.torch import foreach_on_cpu
 from lightning_accel.models import Experts, MoELanguageModel
 from lightning_accel.strategies import AtomicModelParallelStrategy
+from lightning_accel.strategies.mixed_updates import update_mixed_groups_one_by_one
 from tests.ranks import run_ranks
 from tests.strategies.pipeline.test_strategy import ADAMW, load, tokens, trained
 
@@ -44,6 +46,32 @@ def test_three_steps_equal_those_of_one_process(tmp_path, kind):
         assert [group["foreach"] for group in other["param_groups"]] == [
             group["foreach"] for group in one["param_groups"]
         ]
+
+
+def check_options(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    split = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    for options in ({"foreach": True}, {"fused": True}, {"foreach": False}, {}):
+        whole = torch.nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.AdamW([split, whole], **options)
+        before = {name: optimizer.param_groups[0][name] for name in ("foreach", "fused")}
+        update_mixed_groups_one_by_one([optimizer, object()])
+        split.grad, whole.grad = torch.ones_like(split), torch.ones_like(whole)
+        with foreach_on_cpu():
+            optimizer.step()
+            with pytest.raises(RuntimeError, match="planted"):
+                optimizer.step(lambda: (_ for _ in ()).throw(RuntimeError("planted")))
+            optimizer.step()
+        assert {name: optimizer.param_groups[0][name] for name in before} == before
+        assert whole[0] < 1
+    unmixed = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
+    update_mixed_groups_one_by_one([unmixed])
+    assert not unmixed._optimizer_step_pre_hooks
+
+
+def test_options_of_optimizers_are_changed_for_steps_alone():
+    """Also those that PyTorch refuses for such groups; what is no optimizer of torch is left alone."""
+    run_ranks(check_options)
 
 
 def check_refused(rank, folder, sizes, num_heads, said):

@@ -71,6 +71,14 @@ def test_attention_of_grouped_queries_in_float32_and_all_in_float64_keeps_its_we
         torch.testing.assert_close(attend(query), torch.ones_like(query))
 
 
+@pytest.mark.parametrize("shape", [(3, 5, 4), (2, 2, 3, 5, 4)])
+def test_attention_of_other_numbers_of_dimensions_is_computed_in_parts(shape):
+    """The kernel for values of another width takes a batch and heads."""
+    query, value = torch.ones(shape), torch.ones(*shape[:-1], 2)
+    with as_on_cuda(LiveMemory(), 8):
+        assert F.scaled_dot_product_attention(query, query, value).shape == value.shape
+
+
 def test_optimizers_take_lists_of_tensors():
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]
 

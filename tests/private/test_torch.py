@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_accel._private import torch as private
 from lightning_accel.planning.simulated_group import simulated_world
@@ -365,6 +366,20 @@ def test_operations_of_a_step():
     assert private.number_read() in names
     assert not any(map(private.is_functional_collective, names))
     assert private.is_functional_collective(torch.ops._c10d_functional.all_reduce.default)
+
+
+def test_operations_of_attention_and_of_grouped_products_are_named():
+    query = torch.ones(1, 2, 3, 8, requires_grad=True)
+    groups = torch.ones(2, 8, 8, requires_grad=True)
+    with torch.profiler.profile() as profiler:
+        nn.functional.scaled_dot_product_attention(query, query, query).sum().backward()
+        nn.functional.grouped_mm(torch.ones(4, 8), groups, offs=torch.tensor([1, 4], dtype=torch.int32))
+    names = {event.name for event in profiler.events()}
+    assert {f"aten::{one.__name__}" for one in (*private.cpu_attention(), private.grouped_product())} <= names
+    with FlopCounterMode(display=False) as counter:
+        assert private.efficient_attention() in counter.flop_registry
+    arguments = [argument.name for argument in private.arguments_of(private.efficient_attention().default)]
+    assert arguments[:5] == ["query", "key", "value", "attn_bias", "compute_log_sumexp"]
 
 
 def test_storages_are_told_apart():

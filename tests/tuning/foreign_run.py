@@ -69,6 +69,10 @@ def works(**trainer_options):
     return run(None, trainer_options, num_workers=1)
 
 
+def ends_before_it_begins(**trainer_options):
+    os._exit(0)
+
+
 def works_on_a_gpu(**trainer_options):
     return run(None, {"accelerator": "gpu", "devices": 1} | trainer_options)
 

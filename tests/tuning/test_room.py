@@ -9,10 +9,11 @@ import torch
 from lightning_accel.planning import Cluster, Device, simulate_step
 from lightning_accel.tuning import measurer
 from lightning_accel.tuning import variants as variants_module
+from lightning_accel.tuning.comparison import compare
 from lightning_accel.tuning.planned_step import planned_bytes
 from lightning_accel.tuning.project import Changes, Project, project_of
 from lightning_accel.tuning.room import Room, room_of
-from lightning_accel.tuning.variant import TrialError, fork_server
+from lightning_accel.tuning.variant import NotReadyError, Step, TrialError, Variant, fork_server
 from lightning_accel.tuning.variants import Variants
 from tests.tuning import foreign_run
 from tests.tuning.test_search import World, journal_of, run
@@ -73,9 +74,9 @@ def test_memory_is_that_of_all_processes():
 
 
 def test_a_search_leaves_out_what_cannot_fit(monkeypatch, tmp_path):
-    """The run holds 5 GB of 13; plans are made once, also where the search goes on."""
+    """The run holds 5 GB of 9; plans are made once, also where the search goes on."""
     world = World(monkeypatch)
-    world.free = 13 * GB
+    world.free = 9 * GB
     world.planned = {"[]": 4 * GB, "['x2']": 6 * GB, "['x4']": 13 * GB, "['x8']": "LossError: no step"}
     world.speed |= {"x2": 1.1, "x4": 3.0, "x8": 1.2}
     frozen = []
@@ -93,7 +94,7 @@ def test_a_search_leaves_out_what_cannot_fit(monkeypatch, tmp_path):
     assert not any("x4" in world.names(changes) for changes in world.started)
     assert Changes() in world.put_away
     assert frozen
-    assert max(frozen) <= 1  # beside the process that records losses
+    assert max(frozen) == 0  # beside the process that records losses
     plans = [name for name in journal_of(tmp_path) if name.startswith("plan")]
     assert sorted(plans) == ["plan of a step"] + [
         f"plan of a step with {{'batch_size_factor': {size}}}" for size in (2, 4, 8)
@@ -140,6 +141,30 @@ def test_variants_that_do_not_fit_beside_each_other_take_turns_alone(tmp_path, s
     assert not (tmp_path / "trials").exists()
 
 
+def test_turns_are_kept_where_the_next_start_does_not_fit_into_the_budget(tmp_path, server, monkeypatch):
+    """And what had no time to warm up does not count as warm."""
+    variant = Variant(project_of(foreign_run.works), Changes(), tmp_path / "one", server)
+    variant.put_away()
+    with pytest.raises(NotReadyError):
+        variant.restart(tmp_path / "two", time.monotonic())
+    assert variant.is_put_away
+    assert variant.is_alive
+    variant.stop()
+    turns = iter([*[[Step(0.0, 0.1, 0.0, 0.0)] * 3] * 6, None])
+
+    class Turns:
+        def run_for(self, seconds, deadline):
+            if (steps := next(turns)) is None:
+                raise NotReadyError("not ready")
+            return steps
+
+    options = {"width": 0.0, "most": 9, "seconds": 0.1, "deadline": soon(), "needed": 0.0}
+    assert compare(Turns(), Turns(), least=3, **options).turns == 3
+    turns = iter([[Step(0.0, 0.1, 0.0, 0.0)] * 3, None])
+    with pytest.raises(NotReadyError):
+        compare(Turns(), Turns(), least=3, **options)
+
+
 def test_a_planned_step_needs_as_much_as_one_that_trains(tmp_path, server):
     """Twice the samples add half of what four times as many add: activations and the batch, float32.
 
@@ -171,6 +196,10 @@ def test_a_step_of_a_config_is_planned(tmp_path, server):
         for number, changes in enumerate((Changes(), LARGER[8]))
     )
     assert small < large < 8 * small
+    with pytest.raises(TrialError, match="ended the process before its step was planned"):
+        planned_bytes(
+            project_of(foreign_run.ends_before_it_begins), Changes(), facts, tmp_path / "ends", soon(), server
+        )
     broken = project_of(foreign_run.returns_nothing)
     with pytest.raises(TrialError, match=r"must return \(trainer, module, data\)"):
         planned_bytes(broken, Changes(), facts, tmp_path / "broken", soon(), server)
