@@ -103,7 +103,7 @@ def llama(size: Size) -> tuple[L.LightningModule, TensorDataset]:
 def resnet(size: Size) -> tuple[L.LightningModule, TensorDataset]:
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    width = {"tiny": 32, "small": 160, "large": 224}[size]
+    width = {"tiny": 64, "small": 160, "large": 224}[size]
     pictures = torch.randn(512 if size == "large" else 64, 3, width, width)
     narrow = {"embedding_size": 8, "hidden_sizes": [16, 16, 16, 16]} if size == "tiny" else {}
     model = ResNetForImageClassification(ResNetConfig(num_labels=10, **narrow))  # ResNet-50
