@@ -99,7 +99,7 @@ class SplitModel(TokenModel):
         self.is_split = True
         parallelize_module(self, self.device_mesh["tensor_parallel"], self.tensor_parallel_plan(2))
         replicas = self.device_mesh["data_parallel"]
-        for part in [*self.blocks, self] if replicas.size() > 1 else []:
+        for part in [self.embedding, *self.blocks, self.head] if replicas.size() > 1 else []:
             fully_shard(part, mesh=replicas)
 
 
