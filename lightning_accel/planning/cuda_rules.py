@@ -75,17 +75,13 @@ def _attention(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:
         if _has_no_fused_attention(query, key):
             return attend_in_parts(query, key, value, attn_mask, dropout_p, *rest, **options)
-        if value.shape[-1] != query.shape[-1] and _is_plain(query, key):  # which the CPU computes in parts
+        # which the CPU computes in parts; CUDA's kernel takes a batch and as many heads of keys as of queries
+        if value.shape[-1] != query.shape[-1] and query.dim() == 4 and query.shape[:2] == key.shape[:2]:
+            options.pop("enable_gqa", None)
             return _attend_efficiently(query, key, value, attn_mask, *rest, **options)
         return function(query, key, value, attn_mask, 0.0, *rest, **options)  # CUDA's draws it again in backward
 
     return attention
-
-
-def _is_plain(query: Tensor, key: Tensor) -> bool:
-    """Return whether there are a batch and heads, the same of keys or so many queries to each."""
-    is_batch = query.dim() == key.dim() == 4 and len(query) == len(key)
-    return is_batch and query.shape[1] % key.shape[1] == 0
 
 
 def _attend_efficiently(
@@ -96,13 +92,10 @@ def _attend_efficiently(
     is_causal: bool = False,
     *,
     scale: float | None = None,
-    enable_gqa: bool = False,
 ) -> Tensor:
     """Call the kernel that takes values of another width than queries, as multi-head latent attention has them."""
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (one.to(torch.get_autocast_dtype("cpu")) for one in (query, key, value))
-    if enable_gqa:
-        key, value = (one.repeat_interleave(query.shape[-3] // one.shape[-3], -3) for one in (key, value))
     if attn_mask is not None:
         attn_mask = attn_mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
     needs_grad = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))

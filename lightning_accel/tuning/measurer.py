@@ -281,7 +281,6 @@ class Measurer:
     def _record_outputs(self, changes: Changes, perturb: bool) -> Outputs:
         self._say("outputs")
         folder, server = self._variants.new_folder(), self._variants.server_for(changes)
-        self._variants.make_room(changes)
         try:
             return record_outputs(self.project, changes, folder, self._deadline(1.0, _BEFORE_PROOF), perturb, server)
         except TrialError:

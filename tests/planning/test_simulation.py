@@ -171,8 +171,8 @@ class Latent(torch.nn.Module):
         dim, length = x.shape[-1], x.shape[1]
         query, key, value = self.project(x).unsqueeze(1).split([dim, dim, self.width], -1)
         mask = torch.ones(length, length, dtype=torch.bool) if self.masked else None
-        query = query.expand(-1, 2, -1, -1)
-        found = F.scaled_dot_product_attention(query, key, value, mask, is_causal=not self.masked, enable_gqa=True)
+        query, key, value = (one.expand(-1, 2, -1, -1) for one in (query, key, value))
+        found = F.scaled_dot_product_attention(query, key, value, mask, is_causal=not self.masked)
         return x + self.out(found.mean(1))
 
 

@@ -9,10 +9,12 @@ import torch
 from lightning_accel.planning import Cluster, Device, simulate_step
 from lightning_accel.tuning import measurer
 from lightning_accel.tuning import variants as variants_module
-from lightning_accel.tuning.comparison import compare
+from lightning_accel.tuning.comparison import Ratio, compare
+from lightning_accel.tuning.factors import Factor
 from lightning_accel.tuning.planned_step import planned_bytes
 from lightning_accel.tuning.project import Changes, Project, project_of
 from lightning_accel.tuning.room import Room, room_of
+from lightning_accel.tuning.search import Search
 from lightning_accel.tuning.variant import NotReadyError, Step, TrialError, Variant, fork_server
 from lightning_accel.tuning.variants import Variants
 from tests.tuning import foreign_run
@@ -79,13 +81,6 @@ def test_a_search_leaves_out_what_cannot_fit(monkeypatch, tmp_path):
     world.free = 9 * GB
     world.planned = {"[]": 4 * GB, "['x2']": 6 * GB, "['x4']": 13 * GB, "['x8']": "LossError: no step"}
     world.speed |= {"x2": 1.1, "x4": 3.0, "x8": 1.2}
-    frozen = []
-
-    def record(*arguments):
-        frozen.append(sum(one.is_alive and not one.is_put_away for one in world.variants))
-        return world.record(*arguments)
-
-    monkeypatch.setattr(measurer, "record_losses", record)
     outcome = run(tmp_path, allow=("batch_size",))
     refused = {one.name: one.reason for one in outcome.refused}
     assert refused["batch_size x 4"].startswith("by the plan of its step it needs 13.0 GiB of memory")
@@ -93,14 +88,35 @@ def test_a_search_leaves_out_what_cannot_fit(monkeypatch, tmp_path):
     assert "batch_size x 8" in outcome.alone
     assert not any("x4" in world.names(changes) for changes in world.started)
     assert Changes() in world.put_away
-    assert frozen
-    assert max(frozen) == 0  # beside the process that records losses
     plans = [name for name in journal_of(tmp_path) if name.startswith("plan")]
     assert sorted(plans) == ["plan of a step"] + [
         f"plan of a step with {{'batch_size_factor': {size}}}" for size in (2, 4, 8)
     ]
     world.planned = {}  # asked again, it would fail
     assert {one.name: one.reason for one in run(tmp_path, allow=("batch_size",)).refused} == refused
+
+
+def test_nothing_is_frozen_beside_processes_for_which_there_is_no_room(monkeypatch, tmp_path):
+    """Those that record losses, and those that prove a saving; the run holds 5 GB of 9."""
+    world = World(monkeypatch)
+    world.free, frozen = 9 * GB, []
+
+    def seen(result):
+        def record(*arguments):
+            frozen.append(sum(one.is_alive and not one.is_put_away for one in world.variants))
+            return result(*arguments)
+
+        return record
+
+    monkeypatch.setattr(measurer, "record_losses", seen(world.record))
+    monkeypatch.setattr(measurer, "prove_saving", seen(lambda *_: Ratio(2.0, 1.9, 2.1, 4)))
+    search = Search(Project("nobody:runs", {}), tmp_path, 600.0, {"of": "a test"}, "memory")
+    search.measurer.measure_baseline()
+    recompute = Changes(savings={"activation_checkpointing": True})
+    search.measurer.judge([Factor("recompute", "recompute", "exact", recompute)], exactly=True)
+    assert len(frozen) == 3
+    search.measurer.measure("proof recompute", Changes(), recompute, least=8, most=40)
+    assert frozen == [0] * 4
 
 
 def soon():

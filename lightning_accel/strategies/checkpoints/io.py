@@ -163,7 +163,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 class AtomicModelParallelStrategy(ModelParallelStrategy):
     """Run Lightning's ``ModelParallelStrategy``, replacing its checkpoints, whole or sharded, atomically.
 
-    Optimizers of modules that split some of their weights alone work on GPUs, too.
+    Optimizers update modules that split only some of their weights one parameter after another, without which torch
+    refuses them on GPUs.
     """
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
