@@ -1,5 +1,6 @@
 """Deep belief network. Shapes: B samples, V visible units, H hidden units, C classes."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,7 @@ from lightning_accel.models.dbn_metrics import (
     EvaluatedNetwork,
     Likelihood,
     classes_of,
+    cross_entropy_of_known,
     first_of,
     flat,
 )
@@ -32,6 +34,7 @@ from lightning_accel.models.dbn_stages import (
     require_classes,
     require_options,
     require_schedule,
+    require_sizes_from_below,
     set_parameter_,
     unsharded,
 )
@@ -43,9 +46,10 @@ from lightning_accel.models.hooks import (
     take_from_datamodule,
 )
 from lightning_accel.nn.boltzmann.rbm import Visible
-from lightning_accel.nn.boltzmann.stack import RBMStack
+from lightning_accel.nn.boltzmann.stack import UNKNOWN, RBMStack
 from lightning_accel.nn.boltzmann.units import GaussianVisible
 from lightning_accel.nn.boltzmann.wake_sleep import UpDown
+from lightning_accel.ops.gibbs import draw_bernoulli
 from lightning_accel.ops.options import read_options
 from lightning_accel.ops.renames import renamed_arguments
 from lightning_accel.strategies import DataParallelStrategy
@@ -61,23 +65,48 @@ class FineTuning:
     Args:
         method: ``none``, ``classifier`` or ``updown``.
         epochs: number of epochs.
-        lr: initial learning rate, which falls to 0; by default 0.5 for ``classifier`` and 0.01 for ``updown``.
+        lr: initial learning rate, which falls to 0; by default 0.5 for ``classifier``, 0.01 for ``updown``.
+        dropout: probability with which ``classifier`` leaves out each hidden unit.
+        unlabeled: weight of the samples of unknown class, for which ``classifier`` minimizes the cross entropy of its
+            predictions with dropout to those without (Laine and Aila 2017, Temporal Ensembling, with dropout as the
+            only noise); it grows from 0 within the first half of the epochs. Without dropout it has no effect.
+
+    Raises:
+        ValueError: if a number is out of range.
     """
 
     method: Literal["none", "classifier", "updown"] = "none"
     epochs: int = 10
     lr: float | None = None
+    dropout: float = 0.0
+    unlabeled: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.dropout < 1 or not self.unlabeled >= 0:
+            raise ValueError(
+                "dropout must lie in [0, 1), and unlabeled be at least 0; got "
+                f"dropout={self.dropout}, unlabeled={self.unlabeled}"
+            )
 
 
 class DeepBeliefNetwork(EvaluatedNetwork):
     """Train a stack of restricted Boltzmann machines, one after another and then together, within one ``fit``.
 
     Batches are samples, or pairs of samples and classes (B,) int64; samples (B, ...) are flattened. Stage i trains RBM
-    i on the outputs of the RBMs below for the epochs given by ``stages``, with a fresh optimizer state and a visible
-    bias initialized from the mean of its data; then, by the method of ``fine_tuning``:
+    i on samples of the hidden units below (or their means, see :class:`lightning_accel.models.Stage`) for the epochs
+    given by ``stages``, with a fresh optimizer state and a visible bias initialized from the mean of its data; then, by
+    the method of ``fine_tuning``:
 
-    - ``classifier``: a linear head on the top hidden units, and all layers by back-propagation of its cross entropy;
+    - ``classifier``: a linear head on the top hidden units, and all layers by back-propagation of its cross entropy; if
+      the top RBM has ``labels``, the head starts with the weights of its label units;
     - ``updown``: all layers by the up-down algorithm, a contrastive wake-sleep, see :class:`lightning_accel.nn.UpDown`.
+
+    **Samples of unknown class** have the class -100. RBMs train on them as on all others, a top RBM with ``labels`` on
+    classes drawn from its own distribution given the sample (Larochelle, Mandel, Pascanu and Bengio 2012, Learning
+    Algorithms for the Classification Restricted Boltzmann Machine); a classifier as
+    :class:`lightning_accel.models.FineTuning` says. Metrics that need a class leave them out. In mini-batches
+    (``minibatch_size``) of a classifier, samples of known class are beside those of unknown class, repeated where they
+    are fewer.
 
     Set ``max_epochs`` of the Trainer to the epochs of all stages together. Learning rates are those of the stages,
     unless the config's ``optimizer`` replaces the model's. Checkpoints contain the chains and generators of every
@@ -98,8 +127,8 @@ class DeepBeliefNetwork(EvaluatedNetwork):
         stages: how each RBM is trained; a single one applies to all.
         fine_tuning: how all layers are trained at last, see :class:`lightning_accel.models.FineTuning`.
         visible: kind of the lowest units, ``bernoulli`` or ``gaussian``, see :class:`lightning_accel.RBM`.
-        labels: whether the top RBM models the class together with the units below: to classify without a head, and to
-            draw samples of a class.
+        labels: whether the top RBM models the class together with the units below: to classify without a head, or
+            with one that starts with what it has learned, and to draw samples of a class.
         num_classes: by default the datamodule's attribute of that name; for ``labels`` and ``classifier``.
         class_names: names of the classes for predictions; by default the datamodule's, if it has any.
         likelihood: whether validation and test report the log-probability of a sample in nats (for a stack, a lower
@@ -154,12 +183,13 @@ class DeepBeliefNetwork(EvaluatedNetwork):
         self.save_hyperparameters(ignore=["optimizer"])
         keep_plain_hyperparameters(self)
         self.hparams["stages"] = [vars(stage).copy() for stage in stages]
-        require_options(hidden_dims, stages, fine_tuning.method, labels, likelihood, minibatch_size)
+        require_options(hidden_dims, stages, fine_tuning.method, likelihood, minibatch_size)
         self.num_visible = num_visible
         self.num_classes = num_classes
         self.class_names = class_names
         self.hidden_dims = hidden_dims
         self.stages = list(stages) * len(hidden_dims) if len(stages) == 1 else list(stages)
+        self.fine_tuning = fine_tuning
         self.finetune = fine_tuning.method
         self.labels = labels
         self.likelihood = likelihood
@@ -228,6 +258,7 @@ class DeepBeliefNetwork(EvaluatedNetwork):
 
     def _build(self) -> None:
         assert self.num_visible is not None
+        require_sizes_from_below([self.num_visible, *self.hidden_dims], self.stages, self.visible)
         num_labels = (self.num_classes or 0) if self.labels else 0
         untied = self.finetune == "updown"
         self.stack = make_stack(self.num_visible, self.hidden_dims, num_labels, self.stages, self.visible, untied)
@@ -308,25 +339,41 @@ class DeepBeliefNetwork(EvaluatedNetwork):
             self.built_stack.untie_()
         if self._stage < len(self.hidden_dims):
             self._begin_rbm(self._stage)
+        elif self.head is not None and self.labels:
+            self._begin_head(self.head)
 
     def _begin_rbm(self, number: int) -> None:
         rbm = self.built_stack.layers[number]
         self.sampling[number] = self.stages[number].start_sampling(self._seed_of(number))
         with unsharded(self.trainer.strategy.model):
+            start = self.built_stack.parameters_from_below(number) if self.stages[number].start_from_below else None
             found = data_statistics(self, partial(self._checked_input, number=number), self.trainer.train_dataloader)
         self._data_checked = found is not None
-        if found is None:
-            return
-        for part in rbm.visible_units.modules():
-            if isinstance(part, GaussianVisible) and (fault := part.find_fault(found.extremes[:, : part.num_visible])):
-                raise ValueError(fault)  # equal extremes show a constant column
-        set_parameter_(rbm.visible_bias, rbm.visible_units.bias_for(found.mean, found.num_rows))
+        if found is not None:
+            for part in rbm.visible_units.modules():
+                if not isinstance(part, GaussianVisible):
+                    continue
+                if fault := part.find_fault(found.extremes[:, : part.num_visible]):
+                    raise ValueError(fault)  # equal extremes show a constant column
+        if start is not None:
+            for parameter, value in zip((rbm.weight, rbm.visible_bias, rbm.hidden_bias), start, strict=True):
+                set_parameter_(parameter, value)
+        elif found is not None:
+            set_parameter_(rbm.visible_bias, rbm.visible_units.bias_for(found.mean, found.num_rows))
+
+    def _begin_head(self, head: nn.Linear) -> None:
+        """Give the head the weights of the label units, so that it computes their distribution given hidden units."""
+        top, num_labels = self.built_stack.top, self.built_stack.num_labels
+        with unsharded(self.trainer.strategy.model):
+            weight, bias = top.weight[:, -num_labels:].T.clone(), top.visible_bias[-num_labels:].clone()
+        set_parameter_(head.weight, weight)
+        set_parameter_(head.bias, bias)
 
     def _seed_of(self, number: int) -> int:
         return torch.initial_seed() % 2**62 + number
 
     def _checked_input(self, batch: Batch, number: int) -> Tensor:
-        rows = self._rbm_input(batch, number)
+        rows = self._join_labels(self._means_below(batch, number), batch, number)
         self.built_stack.layers[number].require_support(rows, all_rows=False)
         if self._needs_classes:
             require_classes(classes_of(batch), len(rows), self.num_classes or 0)
@@ -346,49 +393,91 @@ class DeepBeliefNetwork(EvaluatedNetwork):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
         if not self.automatic_optimization:
-            self._update_in_minibatches(batch)
+            self._log_training(self._update_in_minibatches(batch))
             return None
-        return self._connect_untrained(self._objective(batch))
+        loss = self._objective(batch)
+        self._log_training(loss)
+        return self._connect_untrained(loss)
 
     def _objective(self, batch: Batch) -> Tensor:
         """Return what the stage minimizes, ()."""
         stack = self.built_stack
         if self._stage < len(self.hidden_dims):
             rows = self._training_input(batch)
-            gap = self.sampling[self._stage](stack.layers[self._stage], rows)
-            self._log_training("energy_gap", gap)
-            return gap
+            return self.sampling[self._stage](stack.layers[self._stage], rows)
         if self.finetune == "updown":
             classes = classes_of(batch) if self.labels else None
-            loss = UpDown(self.sampling[-1])(stack, flat(first_of(batch)), classes)
-        else:
-            loss = F.cross_entropy(self(first_of(batch)), classes_of(batch))
-        self._log_training("loss", loss)
-        return loss
+            return UpDown(self.sampling[-1])(stack, flat(first_of(batch)), classes)
+        x, classes = first_of(batch), classes_of(batch)
+        scores = self._scores_with_dropout(x)
+        loss = cross_entropy_of_known(scores, classes)
+        unknown = classes == UNKNOWN
+        if not (self.fine_tuning.dropout and self.fine_tuning.unlabeled and bool(unknown.any())):
+            return loss
+        with torch.no_grad():
+            expected = self(x[unknown]).softmax(dim=1)
+        span = self.schedule.spans[self._stage]
+        share = min(1, 2 * (self.current_epoch - span.first_epoch) / span.epochs)
+        return loss + self.fine_tuning.unlabeled * share * F.cross_entropy(scores[unknown], expected)
 
-    def _update_in_minibatches(self, batch: Batch) -> None:
+    def _scores_with_dropout(self, x: Tensor) -> Tensor:
+        if not self.fine_tuning.dropout:
+            return self.forward(x)
+        assert self.head is not None
+        states = flat(x)
+        for layer in range(len(self.hidden_dims)):
+            states = F.dropout(self.built_stack.activation(layer, states).sigmoid(), self.fine_tuning.dropout)
+        scores: Tensor = self.head(states.to(self.head.weight.dtype))
+        return scores
+
+    def _minibatches(self, batch: Batch) -> list[Batch]:
+        """Split a batch; for a classifier, each part of samples of unknown class has some of known class beside it."""
+        assert self.minibatch_size is not None
+        if isinstance(batch, Tensor):
+            return list(batch.split(self.minibatch_size))
+        unknown = classes_of(batch) == UNKNOWN if self.finetune == "classifier" else None
+        if unknown is None or not 0 < int(unknown.sum()) < len(unknown):
+            return list(zip(*(one.split(self.minibatch_size) for one in batch), strict=True))
+        with_class, without = (~unknown).nonzero()[:, 0], unknown.nonzero()[:, 0]
+        num_parts = math.ceil(max(len(with_class), len(without)) / self.minibatch_size)
+        size = min(self.minibatch_size, len(with_class))
+        again = with_class.repeat(math.ceil(num_parts * size / len(with_class)))[: num_parts * size].split(size)
+        chosen = [torch.cat(pair) for pair in zip(again, without.tensor_split(num_parts), strict=True)]
+        return [tuple(one[rows] for one in batch) for rows in chosen]
+
+    def _update_in_minibatches(self, batch: Batch) -> Tensor:
+        """Update once per mini-batch of a batch; return the mean of what they minimized, ()."""
         optimizer: Any = self.optimizers()
         assert self.minibatch_size is not None
         if self._stage < len(self.hidden_dims):
             rbm, learn = self.built_stack.layers[self._stage], self.sampling[self._stage]
-            rows = self._training_input(batch)
-            self._log_training("energy_gap", learn.train_(rbm, rows, self.minibatch_size, optimizer))
-            return
-        parts = [one.split(self.minibatch_size) for one in ([batch] if isinstance(batch, Tensor) else batch)]
-        for part in zip(*parts, strict=True):
+            return learn.train_(rbm, self._training_input(batch), self.minibatch_size, optimizer)
+        parts, losses = self._minibatches(batch), list[Tensor]()
+        for part in parts[:-1] if self.trainer.world_size == 1 else ():  # hooks of Lightning take longer than an update
+            optimizer.optimizer.zero_grad()
+            loss = self._objective(part)
+            loss.backward()
+            optimizer.optimizer.step()
+            losses.append(loss.detach())
+        for part in parts[len(losses) :]:
             optimizer.zero_grad()
-            self.manual_backward(self._connect_untrained(self._objective(part)))
+            loss = self._objective(part)
+            self.manual_backward(self._connect_untrained(loss))
             optimizer.step()
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
 
     def _training_input(self, batch: Batch) -> Tensor:
         """Return the input of the RBM of this stage for a batch, (B, V)."""
         if self._data_checked:
             return self._rbm_input(batch, self._stage)
         self._data_checked = True  # only the first batch is checked
-        return self._checked_input(batch, self._stage)
+        self._checked_input(batch, self._stage)
+        return self._rbm_input(batch, self._stage)
 
-    def _log_training(self, figure: str, value: Tensor) -> None:
+    def _log_training(self, value: Tensor) -> None:
         if is_logging_step(self):
+            figure = "energy_gap" if self._stage < len(self.hidden_dims) else "loss"
             name = self.schedule.spans[self._stage].name
             if not value.isfinite():
                 raise ValueError(
@@ -418,10 +507,26 @@ class DeepBeliefNetwork(EvaluatedNetwork):
 
     def _rbm_input(self, batch: Batch, number: int) -> Tensor:
         """Return the input of RBM ``number`` for a batch, (B, V)."""
-        with torch.no_grad():
-            stack = self.built_stack
-            rows = stack.transform(flat(first_of(batch)), number)
-            return stack.join_labels(rows, classes_of(batch)) if stack.layers[number].num_labels else rows
+        rows = self._means_below(batch, number)
+        if number and self.stages[number].is_trained_on_samples:
+            rows = draw_bernoulli(rows, self.sampling[number].generator(rows.device))
+        return self._join_labels(rows, batch, number)
+
+    @torch.no_grad()
+    def _means_below(self, batch: Batch, number: int) -> Tensor:
+        """Return the units that RBM ``number`` stands on, at their means given the units below them, (B, V)."""
+        stack, rows = self.built_stack, flat(first_of(batch))
+        if number and self.stages[number].is_trained_on_samples:
+            rows = stack.sample_hidden(rows, number - 1, self.sampling[number].generator(rows.device))
+            return stack.activation(number - 1, rows).sigmoid()
+        return stack.transform(rows, number)
+
+    @torch.no_grad()
+    def _join_labels(self, rows: Tensor, batch: Batch, number: int) -> Tensor:
+        stack = self.built_stack
+        if not stack.layers[number].num_labels:
+            return rows
+        return stack.join_labels(rows, classes_of(batch), self.sampling[number].generator(rows.device))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         mine = {"sampling": [one.state_dict() for one in self.sampling]}

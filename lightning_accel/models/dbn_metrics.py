@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeAlias, cast
 
+import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Generator, Tensor, nn
@@ -14,7 +15,7 @@ from lightning_accel.models.dbn_stages import Schedule
 from lightning_accel.models.hooks import SizedModel, name_classes
 from lightning_accel.nn.boltzmann.partition import LogZ
 from lightning_accel.nn.boltzmann.rbm import RBM
-from lightning_accel.nn.boltzmann.stack import RBMStack
+from lightning_accel.nn.boltzmann.stack import UNKNOWN, RBMStack
 
 Batch: TypeAlias = Tensor | Sequence[Tensor]
 Likelihood: TypeAlias = Literal["none", "exact", "ais"]
@@ -33,7 +34,7 @@ class BeliefMetrics(nn.Module):
         super().__init__()
         figures: dict[str, nn.Module] = {"loss": MeanMetric(), "reconstruction_error": MeanMetric()}
         if num_classes is not None:
-            figures["accuracy"] = MulticlassAccuracy(num_classes, average="micro")
+            figures["accuracy"] = MulticlassAccuracy(num_classes, average="micro", ignore_index=UNKNOWN)
         if likelihood != "none":
             figures["log_prob"] = MeanMetric()
         self.figures = nn.ModuleDict(figures)
@@ -60,21 +61,23 @@ class BeliefMetrics(nn.Module):
             num_layers: number of trained layers.
             rows: samples (B, V).
             scores: logits of a classifier on top, (B, C), if there is one.
-            classes: (B,), if there are any; without ``scores`` the stack's labels predict them.
+            classes: (B,), if there are any, -100 where unknown; without ``scores`` the stack's labels predict them.
         """
         error = (stack.reconstruct(rows, num_layers) - rows).square().mean()
         values = {"loss": error, "reconstruction_error": error}
+        weights = dict.fromkeys(self.figures, torch.tensor(len(rows), device=rows.device))
         if self.likelihood != "none":
             values["log_prob"] = self._log_prob(stack, num_layers, rows).mean()
             values["loss"] = -values["log_prob"]
         if scores is not None and classes is not None:
-            values["loss"] = F.cross_entropy(scores, classes)
+            weights["loss"] = (classes != UNKNOWN).sum()
+            values["loss"] = cross_entropy_of_known(scores, classes)
         if classes is not None:
             cast("Metric", self.figures["accuracy"]).update(
                 stack.class_log_prob(rows) if scores is None else scores, classes
             )
         for name, value in values.items():
-            cast("Metric", self.figures[name]).update(value, weight=len(rows))
+            cast("Metric", self.figures[name]).update(value, weight=weights[name])
 
     def _log_prob(self, stack: RBMStack, num_layers: int, rows: Tensor) -> Tensor:
         """Compute the log-probability, or a lower bound of it, of samples (B, V) under the lowest layers, (B,)."""
@@ -181,6 +184,12 @@ class EvaluatedNetwork(SizedModel):
         """Copy the RBMs' weights to separate recognition weights, which are trained only in the last stage."""
         if self.finetune == "updown" and self.trainer.state.fn == "fit" and self._stage < len(self.hidden_dims):
             self.built_stack.untie_()
+
+
+def cross_entropy_of_known(scores: Tensor, classes: Tensor) -> Tensor:
+    """Compute the mean cross entropy of the samples of known class, (); 0 if there are none."""
+    total = F.cross_entropy(scores, classes, ignore_index=UNKNOWN, reduction="sum")
+    return total / (classes != UNKNOWN).sum().clamp(min=1)
 
 
 def first_of(batch: Batch) -> Tensor:

@@ -17,18 +17,20 @@ from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from lightning_accel.nn.boltzmann.contrastive import ContrastiveDivergence, Sampler
 from lightning_accel.nn.boltzmann.rbm import RBM, Visible
-from lightning_accel.nn.boltzmann.stack import RBMStack
+from lightning_accel.nn.boltzmann.stack import UNKNOWN, RBMStack
 
 Decay: TypeAlias = Literal["linear", "none"]
+Inputs: TypeAlias = Literal["samples", "means"]
 _STATISTICS_BATCH_SIZE = 512  # batch size of the pass over the data
 
 
 class _Preset(NamedTuple):
     sampler: Sampler
     centering: float
+    inputs: Inputs
 
 
-_PRESETS = {"density": _Preset("pcd", 100), "features": _Preset("cd", 0)}
+_PRESETS = {"density": _Preset("pcd", 100, "samples"), "features": _Preset("cd", 0, "means")}
 
 
 # options of earlier versions, with the values that had no effect
@@ -43,16 +45,22 @@ class Stage:
         epochs: number of epochs.
         lr: initial learning rate.
         lr_decay: ``linear``, to 0 at the end of the stage, without which samples never settle; or ``none``.
-        preset: purpose of the RBM, ``density`` or ``features``, which sets ``sampler``, ``centering`` and
-            ``initial_std`` if they are not given: ``pcd``, 100 and sqrt(8 / (V + H)), or ``cd``, 0 and 0.01 (the
-            initial_std of Gaussian units in any case). Centering makes hidden units be 1 half of the
-            time, which hurts features.
+        preset: purpose of the RBM, ``density`` or ``features``, which sets ``sampler``, ``centering``,
+            ``initial_std`` and ``inputs`` if they are not given: ``pcd``, 100, sqrt(8 / (V + H)) and ``samples``, or
+            ``cd``, 0, 0.01 (the initial_std of Gaussian units in any case) and ``means``. Centering makes hidden units
+            be 1 half of the time, which hurts features.
         sampler: see :class:`lightning_accel.nn.ContrastiveDivergence`, as for the following options.
         steps: Gibbs steps for each gradient.
         num_chains: number of chains over all processes, independent of the batch size.
         centering: number of samples over which the centers of the units are averaged; 0 for no centering.
         initial_std: standard deviation of the initial weights, see :class:`lightning_accel.RBM`. Small values are
             better for few hidden units.
+        inputs: what an RBM above another is trained on: ``samples`` of the hidden units below, drawn anew for each
+            batch, of which the theory of deep belief networks holds, or their ``means``, which are better features; by
+            default the former for ``density``, the latter for ``features``.
+        start_from_below: whether the RBM starts with the transposed weights of the one below, at the likelihood that
+            this one has reached, see :meth:`lightning_accel.nn.RBMStack.start_from_below_`. It needs as many hidden
+            units as the one below has visible ones.
 
     Raises:
         ValueError: if a number is out of range.
@@ -70,9 +78,13 @@ class Stage:
     num_chains: int = 100
     centering: float | None = None
     initial_std: float | None = None
+    inputs: Inputs | None = None
+    start_from_below: bool = False
 
     def __post_init__(self) -> None:
         require_schedule(self.epochs, self.lr, self.lr_decay)
+        if self.inputs not in (None, "samples", "means"):
+            raise ValueError(f"inputs must be 'samples' or 'means'; got {self.inputs!r}")
         if self.preset not in _PRESETS:
             raise ValueError(f"preset must be 'density' or 'features'; got {self.preset!r}")
         self.start_sampling(0)
@@ -92,6 +104,10 @@ class Stage:
             centering=preset.centering if self.centering is None else self.centering,
             seed=seed,
         )
+
+    @property
+    def is_trained_on_samples(self) -> bool:
+        return (self.inputs or _PRESETS[self.preset].inputs) == "samples"
 
     def std_for(self, num_visible: int, num_hidden: int, all_bernoulli: bool) -> float:
         """Return the standard deviation of the initial weights of an RBM."""
@@ -244,12 +260,13 @@ def unsharded(root: object) -> Iterator[None]:
 
 
 def require_classes(classes: Tensor, num_samples: int, num_classes: int) -> None:
-    """Raise a ValueError unless there is a class for each sample."""
+    """Raise a ValueError unless there is a class for each sample, or -100 where it is unknown."""
     integers = not classes.is_floating_point() and classes.shape == (num_samples,)
-    if not integers or not 0 <= int(classes.min()) <= int(classes.max()) < num_classes:
+    known = classes.where(classes != UNKNOWN, 0)
+    if not integers or not 0 <= int(known.min()) <= int(known.max()) < num_classes:
         raise ValueError(
-            f"classes must be ({num_samples},) integers in [0, {num_classes}), one for each row; got "
-            f"{tuple(classes.shape)} {classes.dtype}, {classes.min().item()} to {classes.max().item()}"
+            f"classes must be ({num_samples},) integers in [0, {num_classes}), one for each row, or -100 where it is "
+            f"unknown; got {tuple(classes.shape)} {classes.dtype}, {classes.min().item()} to {classes.max().item()}"
         )
 
 
@@ -257,7 +274,6 @@ def require_options(
     hidden_dims: Sequence[int],
     stages: Sequence[Stage],
     finetune: str,
-    labels: bool,
     likelihood: str,
     minibatch_size: int | None,
 ) -> None:
@@ -271,9 +287,29 @@ def require_options(
         raise ValueError(f"the method of fine_tuning must be 'none', 'classifier' or 'updown'; got {finetune!r}")
     if likelihood not in ("none", "exact", "ais"):
         raise ValueError(f"likelihood must be 'none', 'exact' or 'ais'; got {likelihood!r}")
-    if labels and finetune == "classifier":
-        raise ValueError(
-            "labels=True models classes in the top RBM, fine-tuning by 'classifier' puts a head on it: take one"
-        )
     if minibatch_size is not None and minibatch_size < 1:
         raise ValueError(f"minibatch_size must be at least 1; got {minibatch_size}")
+
+
+def require_sizes_from_below(sizes: Sequence[int], stages: Sequence[Stage], visible: Visible) -> None:
+    """Raise a ValueError unless each RBM that starts from the one below has its units, swapped.
+
+    Args:
+        sizes: visible units and the hidden units of each RBM.
+        stages: how each RBM is trained.
+        visible: kind of the lowest units.
+    """
+    for number, stage in enumerate(stages):
+        if not stage.start_from_below:
+            continue
+        if number == 0:
+            raise ValueError(
+                "start_from_below is for an RBM above another, and the first stage has it; give stages one for each RBM"
+            )
+        if visible != "bernoulli" and number == 1:
+            raise ValueError(f"start_from_below needs 'bernoulli' units on both sides below; got {visible=}")
+        if sizes[number + 1] != sizes[number - 1]:
+            raise ValueError(
+                f"RBM {number + 1} starts from the one below, so it needs as many hidden units as that one has visible "
+                f"ones, {sizes[number - 1]}; got {sizes[number + 1]} in hidden_dims"
+            )

@@ -19,15 +19,16 @@ from sklearn.utils import check_array, check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Generator, Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_accel.data.in_memory import BatchTensorDataset, identity_collate
 from lightning_accel.models.dbn import DeepBeliefNetwork, FineTuning
 from lightning_accel.models.dbn_stages import Stage
 from lightning_accel.nn.boltzmann.rbm import RBM
-from lightning_accel.nn.boltzmann.stack import RBMStack
+from lightning_accel.nn.boltzmann.stack import UNKNOWN, RBMStack
 
 _MINIBATCHES = 500  # updates per training_step: one step of Lightning's loop costs as much as several updates
+_LEAST_UPDATES = 100  # of a classifier in a pass over the data, which small data are gone through several times for
 _MAX_SEED = 2**31 - 1
 Array = NDArray[Any]
 
@@ -242,16 +243,23 @@ class RBMTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
 class DBNClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
     """Classify by a deep belief network with a linear head, trained layer by layer, then by back-propagation.
 
+    Rows of unknown class, marked by ``unlabeled`` in ``y``, train the layers like all others, and by
+    back-propagation as :class:`lightning_accel.models.FineTuning` says.
+
     Args:
         hidden_layer_sizes: number of hidden units of each RBM.
         visible: kind of the visible units and scaling of the data, as in :class:`RBMTransformer`.
         preset: training of the RBMs, as in :class:`RBMTransformer`.
         learning_rate: initial learning rate of the RBMs, as in :class:`RBMTransformer`.
-        n_iter: passes over the data for each RBM.
+        n_iter: passes over the data for each RBM, each of at least 100 updates: smaller data are gone through several
+            times.
         finetune_learning_rate: initial learning rate of the back-propagation; it falls to 0. ``auto`` is 1, which
             sigmoids need.
-        finetune_n_iter: passes over the data by back-propagation.
+        finetune_n_iter: passes over the data by back-propagation, likewise.
         batch_size: samples of an update.
+        dropout: probability with which back-propagation leaves out each hidden unit.
+        unlabeled: value of ``y`` of rows whose class is unknown, -1 in scikit-learn's own semi-supervised estimators;
+            None if every class is known.
         accelerator: accelerator of the Lightning Trainer.
         random_state: seed for reproducible fits.
 
@@ -274,9 +282,13 @@ class DBNClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         finetune_learning_rate: float | Literal["auto"] = "auto",
         finetune_n_iter: int = 30,
         batch_size: int = 10,
+        dropout: float = 0.0,
+        unlabeled: int | str | None = None,
         accelerator: str = "cpu",
         random_state: int | np.random.RandomState | None = None,
     ) -> None:
+        self.dropout = dropout
+        self.unlabeled = unlabeled
         self.hidden_layer_sizes = hidden_layer_sizes
         self.visible = visible
         self.preset = preset
@@ -295,10 +307,14 @@ class DBNClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
             ValueError: as :meth:`RBMTransformer.fit`, or if there are fewer than two classes.
         """
         rows, classes = _validate_input(self, X, y, reset=True)
-        check_classification_targets(classes)
-        self.classes_, labels = np.unique(classes, return_inverse=True)
+        known = np.ones(len(rows), dtype=bool) if self.unlabeled is None else classes != self.unlabeled
+        check_classification_targets(classes[known])
+        labels = np.full(len(rows), UNKNOWN)
+        self.classes_, labels[known] = np.unique(classes[known], return_inverse=True)
         if len(self.classes_) < 2:
-            raise ValueError(f"DBNClassifier needs at least 2 classes; y has 1 class, {self.classes_.tolist()}")
+            raise ValueError(
+                f"DBNClassifier needs at least 2 classes; y has {len(self.classes_)} class, {self.classes_.tolist()}"
+            )
         self._scaler = _RowScaler(rows, self.visible)
         sizes = list(self.hidden_layer_sizes)
         kinds = [self._scaler.visible, *["bernoulli"] * (len(sizes) - 1)]
@@ -312,12 +328,15 @@ class DBNClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
                 "classifier",
                 self.finetune_n_iter,
                 _resolve_rate("finetune_learning_rate", self.finetune_learning_rate, 1.0),
+                self.dropout,
             ),
+            labels=not known.all(),
             num_classes=len(self.classes_),
             minibatch_size=self.batch_size,
         )
         tensors = [self._scaler.scaled(rows), torch.from_numpy(labels.astype(np.int64))]
-        stack, head = _fit_network(make_network, tensors, self, len(sizes) * self.n_iter + self.finetune_n_iter)
+        epochs = len(sizes) * self.n_iter + self.finetune_n_iter
+        stack, head = _fit_network(make_network, tensors, self, epochs, _LEAST_UPDATES)
         assert head is not None
         self.network_ = stack.to_mlp().append(head)
         return self
@@ -360,6 +379,7 @@ def _fit_network(
     tensors: Sequence[Tensor],
     estimator: RBMTransformer | DBNClassifier,
     epochs: int,
+    least_updates: int = 1,
 ) -> tuple[RBMStack, nn.Linear | None]:
     """Train without files, progress bars or messages, and without changing torch's global random state."""
     if estimator.batch_size < 1:
@@ -367,6 +387,7 @@ def _fit_network(
     seed = int(check_random_state(estimator.random_state).randint(_MAX_SEED))
     rows = BatchTensorDataset(tensors[0].float(), *tensors[1:])
     batch_size = _MINIBATCHES * estimator.batch_size
+    times = max(1, math.ceil(least_updates / math.ceil(len(rows) / estimator.batch_size)))
     with _quiet(), torch.random.fork_rng():
         torch.manual_seed(seed)
         network = make_network()
@@ -380,7 +401,8 @@ def _fit_network(
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(network, DataLoader(rows, batch_size, shuffle=True, collate_fn=identity_collate))
+        sampler = RandomSampler(rows, num_samples=times * len(rows))  # all rows, and then all of them again
+        trainer.fit(network, DataLoader(rows, batch_size, sampler=sampler, collate_fn=identity_collate))
     assert network.stack is not None
     return network.stack.cpu(), None if network.head is None else network.head.cpu()
 

@@ -4,6 +4,7 @@ from itertools import pairwise
 import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
@@ -12,6 +13,7 @@ from lightning_accel.models import FineTuning, Stage
 from lightning_accel.models.dbn_stages import redistribute_states
 from lightning_accel.nn import RBM
 from lightning_accel.nn.boltzmann.partition import LogZ
+from tests.nn.boltzmann.test_stack import bars_and_stripes, exact_bound
 from tests.ranks import run_ranks
 from tests.strategies.trained import trainer, whole_weights
 
@@ -262,6 +264,121 @@ def test_visible_biases_start_at_the_means_of_what_is_below():
     torch.testing.assert_close(one.stack.layers[1].visible_bias.sigmoid(), means)
 
 
+@pytest.mark.parametrize(("options", "are_samples"), [({}, True), ({"preset": "features"}, False)])
+def test_what_a_machine_above_another_is_trained_on(options, are_samples):
+    one = model(stages=[Stage(epochs=1, lr=1e-9, num_chains=6, **options)], hidden_dims=[6, 5, 4])
+    fit(one)
+    x = rows().tensors[0][:1].expand(4000, -1)
+    means = one.stack.transform(x, 1)
+    inputs = one._rbm_input(x, 1)
+    assert ((inputs == 0) | (inputs == 1)).all() == are_samples
+    if are_samples:
+        torch.testing.assert_close(inputs.mean(dim=0), means[0], atol=0.05, rtol=0)
+        assert not inputs.equal(one._rbm_input(x, 1))
+        drawn = one._rbm_input(x, 2)  # of samples of samples, not of means
+        expected = one.stack.layers[1](inputs).mean(dim=0)
+        torch.testing.assert_close(drawn.mean(dim=0), expected, atol=0.05, rtol=0)
+    else:
+        assert inputs.equal(means)
+
+
+def test_a_second_machine_on_samples_raises_the_bound():
+    """As the theorem of Hinton, Osindero and Teh says; on means it falls here."""
+    pictures = bars_and_stripes(3).float()
+    found = {}
+    for inputs in ("samples", "means"):
+        first = Stage(epochs=10, lr=0.3, sampler="cd")
+        stages = first, Stage(epochs=20, lr=0.3, inputs=inputs, start_from_below=True)
+        one = model(num_visible=9, hidden_dims=[6, 9], stages=stages, minibatch_size=20)
+        fit(one, batch_size=500, data=TensorDataset(pictures.repeat(100, 1)))
+        found[inputs] = float(exact_bound(one.stack, pictures)[0].mean())
+    alone = float(one.stack.layers[0].log_prob(pictures).mean())
+    assert found["samples"] > alone + 0.05
+    assert found["means"] < alone
+
+
+def test_a_machine_starts_from_the_one_below():
+    one = model(hidden_dims=[6, 7], stages=[Stage(epochs=1, lr=0.5), Stage(epochs=1, lr=1e-9, start_from_below=True)])
+    fit(one)
+    bottom, top = one.stack.layers
+    torch.testing.assert_close(top.weight, bottom.weight.T)
+    torch.testing.assert_close(top.visible_bias, bottom.hidden_bias)
+    torch.testing.assert_close(top.hidden_bias, bottom.visible_bias)
+
+
+def unlabelled(num_known, num_rows=22):
+    data = rows(num_rows)
+    data.tensors[1][num_known:] = -100
+    return data
+
+
+def test_a_classifier_learns_from_samples_of_known_class_and_the_means_of_others(monkeypatch):
+    """Held against the formula; without dropout, others have no effect."""
+    kept = torch.ones(22, 5) * 2
+    kept[:, 3] = 0
+    monkeypatch.setattr(
+        "torch.nn.functional.dropout", lambda states, p: states * kept[: len(states), : states.shape[1]]
+    )
+    one = model("classifier", 4, hidden_dims=[5], stages=[Stage(epochs=1)])
+    one.trainer = trainer(max_epochs=5)
+    one._stage = 1
+    x, classes = unlabelled(9).tensors
+    close = torch.testing.assert_close
+    close(one._objective((x, classes)), F.cross_entropy(one(x[:9]), classes[:9]))
+    one.fine_tuning = FineTuning("classifier", 4, dropout=0.5, unlabeled=3.0)
+    for epoch, share in ((1, 0), (2, 0.5), (3, 1), (4, 1)):  # the first epoch is the RBM's
+        one.trainer.fit_loop.epoch_progress.current.completed = epoch
+        scores = one.head(one.stack.top(x) * kept)
+        agree = -(one(x[9:]).softmax(1) * scores[9:].log_softmax(1)).sum(1).mean()
+        close(one._objective((x, classes)), F.cross_entropy(scores[:9], classes[:9]) + 3 * share * agree)
+
+
+@pytest.mark.parametrize(("num_known", "sizes"), [(3, [3] * 5), (22, [4] * 5 + [2]), (0, [4] * 5 + [2]), (15, [4] * 4)])
+def test_minibatches_hold_samples_of_known_class(num_known, sizes):
+    one = model("classifier", minibatch_size=4)
+    x, classes = unlabelled(num_known).tensors
+    parts = one._minibatches((x, classes))
+    for (part, its_classes), size in zip(parts, sizes, strict=True):
+        known = its_classes != -100
+        assert int(known.sum()) == size if num_known else not known.any()
+        assert int((~known).sum()) <= 4
+        assert all(
+            any(row.equal(other) for other in x[classes == its]) for row, its in zip(part, its_classes, strict=True)
+        )
+    everything = torch.cat([part for part, _ in parts])
+    assert {tuple(row) for row in everything.tolist()} == {tuple(row) for row in x.tolist()}
+    num_unknown = sum(int((its == -100).sum()) for _, its in parts)
+    assert num_unknown == 22 - num_known
+
+
+def test_the_head_starts_with_the_weights_of_labels():
+    one = model("classifier", 1, 1e-9, labels=True, hidden_dims=[6], stages=[Stage(epochs=2, lr=0.5, num_chains=6)])
+    fit(one, data=unlabelled(9))
+    x, top = rows().tensors[0], one.stack.top
+    hidden = torch.bernoulli(torch.full((4, 6), 0.5))
+    expected = top.visible_activation(hidden)[:, -3:].softmax(1)
+    torch.testing.assert_close(one.head(hidden).softmax(1), expected)
+    assert one(x).shape == (22, 3)
+
+
+@pytest.mark.parametrize(
+    ("finetune", "labels", "minibatch_size"), [("none", True, None), ("updown", True, 3), ("classifier", True, 3)]
+)
+def test_samples_of_unknown_class_train_and_do_not_count(finetune, labels, minibatch_size):
+    one = model(finetune, 1, 0.01, labels=labels, minibatch_size=minibatch_size)
+    data = unlabelled(6)
+    run = fit(one, data=data, max_epochs=4 if finetune != "none" else 3)
+    assert all(value.isfinite().all() for value in one.state_dict().values())
+    x, classes = (part[:6] for part in data.tensors)
+    scores = (one.stack.class_log_prob(x) if one.head is None else one(x)).detach()
+    expected = (scores.argmax(1) == classes).float().mean()
+    assert float(run.callback_metrics["val/accuracy"]) == pytest.approx(float(expected))
+    if one.head is not None:
+        assert float(run.callback_metrics["val/loss"]) == pytest.approx(
+            float(F.cross_entropy(scores, classes)), rel=1e-5
+        )
+
+
 def test_rates_fall_to_zero_within_each_stage():
     rates = []
 
@@ -507,10 +624,15 @@ class Data(L.LightningDataModule):
         ({"stages": TWO_STAGES, "hidden_dims": [3]}, "got 1 hidden_dims and 2 stages"),
         ({"finetune": "sgd"}, "'none', 'classifier' or 'updown'; got 'sgd'"),
         ({"likelihood": "pl"}, "'none', 'exact' or 'ais'; got 'pl'"),
-        ({"labels": True, "finetune": "classifier"}, "take one"),
         ({"minibatch_size": 0}, "at least 1; got 0"),
         ({"finetune": "classifier", "class_names": ["a", "b"]}, "num_classes is 3, but there are 2 class_names"),
         ({"finetune": "updown", "finetune_epochs": 0}, "at least 1 epoch"),
+        ({"stages": [Stage(start_from_below=True)]}, "an RBM above another, and the first stage has it"),
+        ({"stages": [Stage(), Stage(start_from_below=True)]}, "RBM 2 .* as many hidden units .* 7; got 5 in hidden_d"),
+        (
+            {"stages": [Stage(), Stage(start_from_below=True)], "hidden_dims": [6, 7], "visible": "gaussian"},
+            "'bernoulli' units on both sides",
+        ),
     ],
 )
 def test_options_that_contradict_each_other(options, message):
@@ -526,6 +648,7 @@ def test_options_that_contradict_each_other(options, message):
         ({"lr_decay": "cosine"}, "'linear' or 'none'"),
         ({"steps": 0}, "steps"),
         ({"preset": "both"}, "'density' or 'features'; got 'both'"),
+        ({"inputs": "states"}, "'samples' or 'means'; got 'states'"),
     ],
 )
 def test_stages_check_their_numbers(options, message):

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from lightning_accel.data.bounds import require_at_least
 from lightning_accel.data.in_memory import BatchTensorDataset, InMemoryDataModule
 from lightning_accel.data.preprocessing import ScaledPixels
+from lightning_accel.data.sequences.batch import IGNORED
 from lightning_accel.ops.extras import import_on_use
 from lightning_accel.ops.renames import renamed_arguments
 
@@ -30,6 +31,8 @@ class DigitsDataModule(InMemoryDataModule):
         num_workers: workers that load batches; 0 is fastest, since the images are in memory.
         binarize: make every pixel exactly 0 or 1, 1 above 0.5; shifted images stay binary, since they move by whole
             pixels and are padded with zeros.
+        num_labeled: training images that keep their class, 10 to 1247, stratified; the others have the class -100, as
+            :class:`lightning_accel.DeepBeliefNetwork` takes them. By default all keep it.
 
     Raises:
         ValueError: if a number is out of range; in ``load_state_dict``, if ``seed`` or ``binarize`` differs from
@@ -50,12 +53,16 @@ class DigitsDataModule(InMemoryDataModule):
         max_shift: int = 0,
         num_workers: int = 0,
         binarize: bool = False,
+        num_labeled: int | None = None,
     ) -> None:
         super().__init__()
         require_at_least(1, batch_size=batch_size)
         require_at_least(0, seed=seed, num_workers=num_workers)
         if not 0 <= max_shift <= 7:
             raise ValueError(f"max_shift must lie in [0, 7], the images being 8 pixels wide; got {max_shift}")
+        if num_labeled is not None and not 10 <= num_labeled <= 1247:
+            raise ValueError(f"num_labeled must lie in [10, 1247], of 1257 training images; got {num_labeled}")
+        self.num_labeled = num_labeled
         self.batch_size = batch_size
         self.seed = seed
         self.max_shift = max_shift
@@ -71,6 +78,9 @@ class DigitsDataModule(InMemoryDataModule):
         if self.binarize:
             images = images.gt(0.5).float()
         targets = torch.from_numpy(labels).long()
+        if self.num_labeled is not None:
+            _, without = split(train, train_size=self.num_labeled, random_state=self.seed, stratify=labels[train])
+            targets[without] = IGNORED
         self.train_rows, self.val_rows, self.test_rows = (
             BatchTensorDataset(images[chosen], targets[chosen]) for chosen in (train, val, test)
         )

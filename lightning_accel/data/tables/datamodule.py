@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,11 +24,13 @@ from lightning_accel.data.shards.loader import datamodule_loader
 from lightning_accel.data.shards.options import ShardOptions
 from lightning_accel.data.shards.splits import Split
 from lightning_accel.data.tables.files import (
+    A_QUANTITY,
     as_numbers,
     as_text,
     existing_file,
     holds_numbers,
     read_classes,
+    read_known_classes,
     read_table,
     require_columns,
     split_in_three,
@@ -59,11 +62,14 @@ class CSVFormat:
         decimal: decimal mark.
         missing: texts that mean a missing value, in addition to the empty field, ``NA``, ``NaN``, ``null`` and the
             other defaults of pandas.
+        unlabeled: whether rows without a class train, with the class -100, which torch's losses leave out, and from
+            which :class:`lightning_accel.DeepBeliefNetwork` learns; else they are an error.
     """
 
     separator: str = ","
     decimal: str = "."
     missing: str | Sequence[str] = ()
+    unlabeled: bool = False
 
 
 class TabularDataModule(InMemoryDataModule):
@@ -110,8 +116,8 @@ class TabularDataModule(InMemoryDataModule):
         FileNotFoundError: if a file does not exist.
         ValueError: if a number is out of range or the shares leave no training rows; in ``setup``, if a file is empty
             or no table, lacks a column or its name, repeats a name, gives two features one name, holds text among
-            numbers, infinities, dates or a missing class, or has too few rows of a class to split; in
-            ``load_state_dict``, if the checkpoint was trained on other rows.
+            numbers, infinities, dates or (without ``csv.unlabeled``) a missing class, or has too few rows of a class to
+            split; in ``load_state_dict``, if the checkpoint was trained on other rows.
     """
 
     test_rows: BatchTensorDataset
@@ -186,9 +192,14 @@ class TabularDataModule(InMemoryDataModule):
         assert isinstance(self.path, Path)
         table = self._read(self.path, [self.target, *self.categorical])
         require_columns(table, [self.target, *self.categorical, *self.exclude], self.path)
-        labels, self.class_names = read_classes(table[self.target], self.path)
+        read = partial(read_known_classes, quantity=A_QUANTITY) if self.csv.unlabeled else read_classes
+        labels, self.class_names = read(table[self.target], self.path)
         shares = self.val_share, self.test_share
-        train, val, test = split_in_three(labels, len(labels), shares, self.seed, self.path)
+        known = np.flatnonzero(labels >= 0)
+        train, val, test = (
+            known[part] for part in split_in_three(labels[known], len(known), shares, self.seed, self.path)
+        )
+        train = np.concatenate([train, np.flatnonzero(labels < 0)])
         self._feature_columns = [c for c in table.columns if c != self.target and c not in self.exclude]
         if nameless := [name for name in self._feature_columns if name.startswith("Unnamed: ")]:
             raise ValueError(

@@ -26,6 +26,7 @@ model_selection = import_on_use("sklearn.model_selection")
 LARGEST = 1e30  # the standardization squares it
 _PARQUET_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}  # bytes
 _UNPACKED_PARQUET = "write it without compression and dictionaries"
+A_QUANTITY = "a target that is a quantity is not supported"  # ends the message of too many classes
 
 
 def read_table(
@@ -142,11 +143,14 @@ def require_present(column: pd.Series, path: Path, remedy: str) -> pd.Series:
     return column
 
 
-def read_classes(
-    column: pd.Series, path: Path, quantity: str = "a target that is a quantity is not supported"
-) -> tuple[np.ndarray, list[str]]:
+def read_classes(column: pd.Series, path: Path, quantity: str = A_QUANTITY) -> tuple[np.ndarray, list[str]]:
     """Return the class of each row, (rows,) int64, and the sorted class names; ``quantity`` ends a message."""
-    require_present(column, path, "Remove those rows, or predict them with predict_path")
+    require_present(
+        column,
+        path,
+        "Remove those rows, or predict them with predict_path; or set csv.unlabeled of TabularDataModule, for a model "
+        "that learns from them, as DeepBeliefNetwork",
+    )
     where = f"the target column {shown(column.name)} of {path}"
     text = as_text(column, path)
     _require_one_kind(column, text, where)

@@ -25,6 +25,8 @@ from lightning_accel.nn.features import require_width
 from lightning_accel.ops.float32 import at_least_float32, without_autocast
 from lightning_accel.ops.gibbs import sample_bernoulli, sample_categorical
 
+UNKNOWN = -100  # a label that torch's losses leave out
+
 
 class LogProbBound(NamedTuple):
     """Hold a lower bound of log-probabilities, (B,) each, float64, in nats."""
@@ -107,6 +109,17 @@ class RBMStack(nn.Module):
             ValueError: if ``layer`` is 0 or too large, if it has not as many hidden units as the layer below has
                 visible ones, or if some units are not ``bernoulli``.
         """
+        above, values = self.layers[layer], self.parameters_from_below(layer)
+        for parameter, value in zip((above.weight, above.visible_bias, above.hidden_bias), values, strict=True):
+            parameter.copy_(value)
+
+    @torch.no_grad()
+    def parameters_from_below(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the weight (H, V), visible bias (V,) and hidden bias (H,) of :meth:`start_from_below_`.
+
+        Raises:
+            ValueError: as :meth:`start_from_below_`.
+        """
         if not 1 <= layer < len(self.rbms):
             raise ValueError(f"layer must be an RBM above another, from 1 to {len(self.rbms) - 1}; got {layer}")
         below, above = self.layers[layer - 1], self.layers[layer]
@@ -118,12 +131,8 @@ class RBMStack(nn.Module):
                 "an RBM is tied to the one below if its hidden units are as many as that one's visible units; got "
                 f"num_hidden={above.num_hidden} above {below.num_visible} visible units"
             )
-        size = below.num_hidden
-        for parameter in (above.weight, above.visible_bias):
-            parameter.zero_()
-        above.weight[:, :size] = below.weight.T
-        above.visible_bias[:size] = below.hidden_bias
-        above.hidden_bias.copy_(below.visible_bias)
+        labels = (0, above.num_labels)
+        return F.pad(below.weight.T, labels), F.pad(below.hidden_bias, labels), below.visible_bias.clone()
 
     def require_support(self, visible: Tensor) -> None:
         """Require that the bottom RBM supports the data (B, V), without labels; see :meth:`RBM.require_support`.
@@ -136,13 +145,20 @@ class RBMStack(nn.Module):
             visible = self.join_labels(visible, visible.new_zeros(len(visible), dtype=torch.long))
         self.layers[0].require_support(visible)
 
-    def join_labels(self, states: Tensor, labels: Tensor) -> Tensor:
+    def join_labels(self, states: Tensor, labels: Tensor, generator: Generator | None = None) -> Tensor:
         """Concatenate ``states`` (B, H_{L-1}) and one-hot ``labels`` (B,) to visible states of the top RBM.
 
+        Labels of -100 (the ``ignore_index`` of torch's losses) are unknown, and drawn given the states, (0, 1).
+
         Raises:
-            ValueError: if the stack has no labels, or ``labels`` are not (B,) in [0, C).
+            ValueError: if the stack has no labels, or ``labels`` are not (B,) in [0, C) where they are known.
         """
-        return torch.cat([states, self.one_hot(labels, states)], dim=1)
+        unknown = labels == UNKNOWN
+        joined = self.one_hot(labels.where(~unknown, 0), states)
+        if bool(unknown.any()):
+            drawn = sample_categorical(self.label_scores(states), generator).to(joined.dtype)
+            joined = torch.where(unknown.to(states.device)[:, None], drawn, joined)
+        return torch.cat([states, joined], dim=1)
 
     def activation(self, layer: int, states: Tensor) -> Tensor:
         """Compute the activation (B, H_{l+1}) of the layer above ``layer`` from ``states`` (B, H_l) by recognition.
@@ -256,7 +272,7 @@ class RBMStack(nn.Module):
         Args:
             visible: (B, V).
             log_z: log partition function of the top RBM, ``stack.top.log_z(...)``.
-            labels: (B,) integers for log p(visible, label); by default labels of the top RBM are summed over.
+            labels: (B,) integers for log p(visible, label); those of -100, by default all, are summed over.
             num_samples: number of draws per sample.
             generator: random number generator; torch's global one by default.
 
@@ -455,9 +471,13 @@ def _log_weight(stack: RBMStack, visible: Tensor, labels: Tensor | None, generat
 
 def _top_score(stack: RBMStack, states: Tensor, labels: Tensor | None) -> Tensor:
     """Compute the top RBM's log unnormalised probability (B,) of ``states`` and ``labels``."""
+    if not stack.num_labels and labels is None:
+        return -stack.top.free_energy(states)
+    scores = stack.label_scores(states)
     if labels is not None:
-        return -stack.top.free_energy(stack.join_labels(states, labels))
-    return stack.label_scores(states).logsumexp(dim=1) if stack.num_labels else -stack.top.free_energy(states)
+        known = stack.one_hot(labels.where(labels != UNKNOWN, 0), states) > 0
+        scores = scores.where(known | (labels == UNKNOWN).to(states.device)[:, None], -torch.inf)
+    return scores.logsumexp(dim=1)
 
 
 def log_prob_of_visible(rbm: RBM, visible: Tensor, hidden: Tensor) -> Tensor:

@@ -42,6 +42,8 @@ class UpDown:
     def __call__(self, stack: RBMStack, visible: Tensor, labels: Tensor | None = None) -> Tensor:
         """Draw samples; return a scalar loss with the gradient of all layers, for data (B, V) and labels (B,).
 
+        Labels of -100 are unknown, and drawn given the states below them.
+
         Raises:
             ValueError: if the stack is not untied, shapes do not fit, or labels are missing or unexpected.
         """
@@ -50,7 +52,9 @@ class UpDown:
         if stack.num_labels and labels is None:
             raise ValueError(f"the top RBM has {stack.num_labels} labels: pass labels, (B,) integers")
         states = self._sample_upward(stack, visible)
-        data = states[-1] if labels is None else stack.join_labels(states[-1], labels)
+        data = states[-1]
+        if labels is not None:
+            data = stack.join_labels(data, labels, self.contrastive.generator(visible.device))
         loss = self.contrastive(stack.top, data)
         sleep_states = self._sample_downward(stack, data)
         for layer, rbm in enumerate(stack.layers[:-1]):

@@ -1,5 +1,6 @@
 """Deep belief networks against sums over all states, written with energies alone."""
 
+import copy
 import itertools
 import math
 from typing import NamedTuple
@@ -219,6 +220,29 @@ def test_sample_hidden_draws_labels():
     assert chi_square(numbers_of(drawn), exact.detach()) < 4
 
 
+def test_unknown_labels_are_drawn_given_the_states():
+    stack = make_stack(4, 3, num_labels=3)
+    states = torch.tensor([1.0, 0, 0, 1]).double().expand(20000, -1)
+    known = torch.arange(20000) % 4 == 0
+    joined = stack.join_labels(states, torch.where(known, 2, -100), torch.Generator().manual_seed(0))
+    assert joined[:, :4].equal(states)
+    assert (joined[known, 4:] == torch.tensor([0.0, 0, 1])).all()
+    hidden, labels = all_states(3), torch.eye(3, dtype=torch.float64)
+    scores = -energies(stack.top, torch.cat([states[:3], labels], dim=1), hidden).detach()
+    exact = scores.logsumexp(dim=1).softmax(dim=0)
+    assert chi_square(joined[~known, 4:].argmax(dim=1), exact) < 4
+
+
+def test_the_bound_sums_over_unknown_labels():
+    stack, visible = make_stack(4, 3, num_labels=2), all_states(4)
+    log_z = LogZ(*torch.zeros(3))
+    labels = torch.arange(16) % 2
+    given, summed = (stack.log_prob_bound(visible, log_z, labels=one).estimate for one in (labels, None))
+    mixed = stack.log_prob_bound(visible, log_z, labels=labels.where(labels > 0, -100)).estimate
+    close(mixed, torch.where(labels > 0, given, summed))
+    assert (summed > given).all()
+
+
 @pytest.mark.parametrize("untied", [False, True])
 @pytest.mark.parametrize(
     "rbms",
@@ -337,6 +361,51 @@ def test_updown_gradients_are_the_delta_rules():
         wrong = stack.recognition[0](lower).sigmoid() - dream
         close(stack.recognition[0].weight.grad, wrong.T @ lower / 6)
         close(stack.recognition[0].bias.grad, wrong.mean(dim=0))
+
+
+def exact_bound(stack, visible):
+    """The bound of log p, and log p itself, of a stack of two, summed over all states in float64, (B,) each."""
+    stack = copy.deepcopy(stack).double()
+    bottom, top = stack.layers
+    hidden = all_states(bottom.num_hidden)
+    activation = visible.double() @ bottom.weight.T + bottom.hidden_bias
+    log_q = activation @ hidden.T - F.softplus(activation).sum(dim=1, keepdim=True)
+    down = hidden @ bottom.weight + bottom.visible_bias
+    log_down = visible.double() @ down.T - F.softplus(down).sum(dim=1)
+    log_top = -top.free_energy(hidden)
+    joint = log_down + log_top - log_top.logsumexp(dim=0)
+    return (log_q.exp() * (joint - log_q)).sum(dim=1).detach(), joint.logsumexp(dim=1).detach()
+
+
+def test_a_second_machine_of_a_teacher_raises_the_bound_more_on_samples_than_on_means():
+    """Of a network of two layers, of which the lower one is known, as its likelihood is."""
+    generator = torch.Generator().manual_seed(2)
+    teacher, visible = RBMStack([RBM(9, 6), RBM(6, 9)]), all_states(9)
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.copy_(1.5 * torch.randn(parameter.shape, generator=generator))
+    probability = exact_bound(teacher, visible)[1].exp()
+    data = visible[torch.multinomial(probability, 2000, replacement=True, generator=generator)].float()
+
+    def judged(stack: RBMStack) -> Tensor:
+        return torch.stack([probability @ figure for figure in exact_bound(stack, visible)])
+
+    found = []
+    for on_samples in (True, False):
+        stack = copy.deepcopy(teacher)
+        stack.start_from_below_(1)
+        alone = judged(stack)
+        close(alone[0], alone[1], 1e-6)
+        train, optimizer = ContrastiveDivergence(seed=1), torch.optim.SGD(stack.top.parameters(), lr=0.3)
+        for epoch in range(30):
+            optimizer.param_groups[0]["lr"] = 0.3 * (1 - epoch / 30)
+            rows = stack.sample_hidden(data, 1, generator) if on_samples else stack.transform(data, 1).detach()
+            train.train_(stack.top, rows, 50, optimizer)
+        found.append(judged(stack))
+    samples, means = found
+    assert (samples > alone + 2).all()
+    assert samples[0] > means[0] + 0.02
+    assert samples[1] > means[1] + 0.05
 
 
 @pytest.mark.slow
