@@ -4,7 +4,7 @@ python benchmarks/bench_belief.py [--parts depth labels] [--seeds N] [--quick] [
 
 depth: binarised digits (scikit-learn's, above 0.5; 1400 rows train, the other 397 are held out), an RBM of 64 hidden
 units, and a second one of 64 above the same: trained on means, on samples, and on samples with the weights of the first
-one as a start. Held-out nats a row: the variational bound with minus its sign, and a tighter one by importance weighting
+one as a start. Held-out nats a row: the negative of the variational bound, and of a tighter one by importance weighting
 (200 draws; Burda, Grosse and Salakhutdinov 2016). Of one RBM both are the negative log-likelihood. Partition functions
 are annealed, in 2,000 steps with 500 chains; the width of their interval is told.
 
