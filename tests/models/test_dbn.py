@@ -1,3 +1,4 @@
+import copy
 import re
 from itertools import pairwise
 
@@ -331,6 +332,30 @@ def test_a_classifier_learns_from_samples_of_known_class_and_the_means_of_others
         scores = one.head(one.stack.top(x) * kept)
         agree = -(one(x[9:]).softmax(1) * scores[9:].log_softmax(1)).sum(1).mean()
         close(one._objective((x, classes)), F.cross_entropy(scores[:9], classes[:9]) + 3 * share * agree)
+
+
+def test_minibatches_without_lightnings_calls_are_the_same_updates():
+    """Against steps of the optimizer over the parts of each batch, by hand."""
+    one = model("classifier", 1, 0.5, hidden_dims=[6], stages=[Stage(epochs=1, lr=1e-9)], minibatch_size=4)
+    one.make_optimizer = lambda groups: torch.optim.SGD(groups, momentum=0.9)
+    by_hand, data = copy.deepcopy(one), rows()
+
+    class Begin(L.Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            by_hand.load_state_dict(pl_module.state_dict())
+
+    run = trainer(max_epochs=2, max_steps=-1, callbacks=[Begin()])
+    run.fit(one, DataLoader(data, batch_size=11))
+    optimizer = torch.optim.SGD([*by_hand.stack.parameters(), *by_hand.head.parameters()], momentum=0.9)
+    for number, (x, classes) in enumerate(DataLoader(data, batch_size=11)):
+        optimizer.param_groups[0]["lr"] = 0.5 * (1 - number / 2)
+        for part, its_classes in zip(x.split(4), classes.split(4), strict=True):
+            optimizer.zero_grad()
+            F.cross_entropy(by_hand(part), its_classes).backward()
+            optimizer.step()
+    for name, value in by_hand.state_dict().items():
+        if not name.startswith(("val_", "test_")):
+            torch.testing.assert_close(one.state_dict()[name], value, msg=name)
 
 
 @pytest.mark.parametrize(("num_known", "sizes"), [(3, [3] * 5), (22, [4] * 5 + [2]), (0, [4] * 5 + [2]), (15, [4] * 4)])

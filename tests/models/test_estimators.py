@@ -13,8 +13,9 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
-from lightning_accel.models import DeepBeliefNetwork, Stage
+from lightning_accel.models import DeepBeliefNetwork, Stage, estimators
 from lightning_accel.models.estimators import DBNClassifier, RBMTransformer
+from lightning_accel.nn import ContrastiveDivergence
 from tests.tolerance import rounding
 
 QUICK = "check_no_attributes_set_in_init", "check_estimators_pickle", "check_methods_subset_invariance"
@@ -152,6 +153,34 @@ def test_predictions_are_the_classes_given(bits):
     assert classifier.classes_.tolist() == ["charm", "down", "up"]
     expected = classifier.classes_[classifier.predict_proba(bits).argmax(axis=1)]
     assert classifier.predict(bits).tolist() == expected.tolist()
+
+
+def test_rows_of_unknown_class(bits, monkeypatch):
+    fits = []
+
+    def record(make_network, tensors, *rest):
+        fits.append((make_network(), tensors))
+        return fit(make_network, tensors, *rest)
+
+    fit = estimators._fit_network
+    monkeypatch.setattr(estimators, "_fit_network", record)
+    names = np.array(["up", "?", "down", "?"])[np.arange(len(bits)) % 4]
+    classifier = DBNClassifier((3,), n_iter=1, finetune_n_iter=1, random_state=0, unlabeled="?", dropout=0.25)
+    assert set(classifier.fit(bits, names).predict(bits)) <= {"up", "down"}
+    network, (rows, labels) = fits[0]
+    assert len(rows) == len(bits)
+    assert labels.tolist() == [1, -100, 0, -100] * (len(bits) // 4)
+    assert (network.labels, network.fine_tuning.dropout) == (True, 0.25)
+    with pytest.raises(ValueError, match=r"at least 2 classes; y has 1 class, \['up'\]"):
+        classifier.fit(bits, np.where(names == "down", "?", names))
+
+
+def test_few_rows_are_gone_through_several_times(bits, monkeypatch):
+    counts = []
+    update = ContrastiveDivergence._differentiate
+    monkeypatch.setattr(ContrastiveDivergence, "_differentiate", lambda *of: counts.append(1) or update(*of))
+    DBNClassifier((3,), n_iter=2, finetune_n_iter=1, random_state=0).fit(bits[:25], np.arange(25) % 2)
+    assert sum(counts) == 2 * 100
 
 
 @pytest.mark.slow

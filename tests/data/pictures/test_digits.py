@@ -25,6 +25,19 @@ def test_splits_hold_every_image_once_and_every_class_in_proportion():
         torch.testing.assert_close(share, torch.bincount(torch.from_numpy(labels)) / 1797, rtol=0, atol=0.01)
 
 
+def test_few_images_keep_their_class():
+    (images, all_labels), (_, val_labels), (_, test_labels) = splits()
+    (same, labels), (_, val), (_, test) = splits(num_labeled=50)
+    known = labels >= 0
+    for one, other in ((same, images), (val, val_labels), (test, test_labels)):
+        assert one.equal(other)
+    assert labels.equal(all_labels.where(known, -100))
+    assert torch.bincount(labels[known]).tolist() == [5] * 10
+    for number in (9, 1248):
+        with pytest.raises(ValueError, match=rf"num_labeled must lie in \[10, 1247\].*; got {number}"):
+            DigitsDataModule(num_labeled=number)
+
+
 def test_split_depends_on_the_split_seed_alone():
     (first, _), *_ = splits(seed=3)
     torch.manual_seed(99)

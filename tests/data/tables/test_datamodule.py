@@ -99,6 +99,23 @@ def test_only_training_rows_move_the_normalisation(make, table):
             assert changes == expected
 
 
+def test_rows_without_a_class_train_where_that_is_asked_for(make, table):
+    missing = table.index % 3 == 1
+    without = table.assign(kind=table.kind.where(~missing))
+    with pytest.raises(ValueError, match=r"20 .*csv\.unlabeled of TabularDataModule"):
+        make(without)
+    data = make(without, csv=CSVFormat(unlabeled=True))
+    known = make(table[~missing], name="known.csv")
+    assert data.class_names == known.class_names
+    for split in ("val_rows", "test_rows"):
+        assert getattr(data, split).tensors[1].equal(getattr(known, split).tensors[1])
+    labels = data.train_rows.tensors[1]
+    assert labels[: len(known.train_rows)].equal(known.train_rows.tensors[1])
+    assert labels[len(known.train_rows) :].tolist() == [-100] * 20
+    width = data.feature_names.index("width")
+    torch.testing.assert_close(data.train_rows.tensors[0][:, width].mean(), torch.tensor(0.0), atol=1e-6, rtol=0)
+
+
 def test_splits_are_disjoint_complete_and_repeatable(make, table):
     unique = table.assign(width=np.arange(60.0), length=1.0, colour="red")
     data, again, other = make(unique), make(unique), make(unique, seed=1)
