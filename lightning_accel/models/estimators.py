@@ -379,7 +379,7 @@ def _fit_network(
     tensors: Sequence[Tensor],
     estimator: RBMTransformer | DBNClassifier,
     epochs: int,
-    least_updates: int = 1,
+    least_updates: int = 0,
 ) -> tuple[RBMStack, nn.Linear | None]:
     """Train without files, progress bars or messages, and without changing torch's global random state."""
     if estimator.batch_size < 1:
@@ -387,7 +387,7 @@ def _fit_network(
     seed = int(check_random_state(estimator.random_state).randint(_MAX_SEED))
     rows = BatchTensorDataset(tensors[0].float(), *tensors[1:])
     batch_size = _MINIBATCHES * estimator.batch_size
-    times = math.ceil(least_updates * estimator.batch_size / len(rows))
+    times = max(1, math.ceil(least_updates * estimator.batch_size / len(rows)))
     with _quiet(), torch.random.fork_rng():
         torch.manual_seed(seed)
         network = make_network()
