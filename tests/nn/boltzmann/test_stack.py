@@ -408,6 +408,17 @@ def test_a_second_machine_of_a_teacher_raises_the_bound_more_on_samples_than_on_
     assert samples[1] > means[1] + 0.05
 
 
+def test_updown_draws_unknown_labels_by_its_own_generator():
+    stack = make_stack(5, 4, 3, num_labels=3)
+    stack.untie_()
+    losses = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        labels = torch.full((32,), -100)
+        losses.append(UpDown(ContrastiveDivergence("cd", seed=5))(stack, all_states(5), labels))
+    close(*losses)
+
+
 @pytest.mark.slow
 def test_updown_improves_a_trained_stack():
     data = bars_and_stripes(3).float()
