@@ -304,10 +304,18 @@ class DBNClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         """Train on samples (N, V) and their classes (N,).
 
         Raises:
-            ValueError: as :meth:`RBMTransformer.fit`, or if there are fewer than two classes.
+            ValueError: as :meth:`RBMTransformer.fit`, or if there are fewer than two classes, or ``unlabeled`` is a
+                number where classes are texts, or a text where they are numbers.
         """
         rows, classes = _validate_input(self, X, y, reset=True)
-        known = np.ones(len(rows), dtype=bool) if self.unlabeled is None else classes != self.unlabeled
+        known = np.ones(len(rows), dtype=bool)
+        if self.unlabeled is not None:
+            if isinstance(self.unlabeled, str) != (classes.dtype.kind in "OSU"):
+                raise ValueError(
+                    f"unlabeled={self.unlabeled!r} is compared with the values of y, which are of another kind, such "
+                    f"as {classes[0]!r}"
+                )
+            known = classes != self.unlabeled
         check_classification_targets(classes[known])
         labels = np.full(len(rows), UNKNOWN)
         self.classes_, labels[known] = np.unique(classes[known], return_inverse=True)

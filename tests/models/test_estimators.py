@@ -213,6 +213,8 @@ def test_classes_and_layers():
         (lambda x: RBMTransformer().fit(x[:1] * 2), "n_samples = 1"),
         (lambda x: RBMTransformer(2).fit(x).inverse_transform(np.ones((3, 4))), "takes 2 components; got 4 columns"),
         (lambda x: DBNClassifier().fit(x, np.zeros(20)), r"needs at least 2 classes; y has 1 class, \[0.0\]"),
+        (lambda x: DBNClassifier(unlabeled=-1).fit(x, ["a", "b"] * 10), "unlabeled=-1 is compared .* such as .*'a'"),
+        (lambda x: DBNClassifier(unlabeled="?").fit(x, np.arange(20) % 2), r"unlabeled='\?' is compared"),
         (lambda x: DBNClassifier(()).fit(x, np.arange(20) % 2), "hidden_dims must name the hidden units of at least"),
         (lambda x: DBNClassifier(finetune_learning_rate="x").fit(x, np.arange(20) % 2), "finetune_learning_rate must"),
     ],
