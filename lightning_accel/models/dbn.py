@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -56,6 +57,7 @@ from lightning_accel.strategies import DataParallelStrategy
 from lightning_accel.strategies.checkpoints.rank_states import RankStates
 
 _KEY = "deep_belief_network"  # key in checkpoints
+_PLAIN_STEPS = (Precision.optimizer_step, MixedPrecision.optimizer_step)  # without a scaler, which setup refuses
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class FineTuning:
             only noise); it grows from 0 within the first half of the epochs. Without dropout it has no effect.
 
     Raises:
-        ValueError: if a number is out of range.
+        ValueError: if a number is out of range, or ``dropout`` is given for another method.
     """
 
     method: Literal["none", "classifier", "updown"] = "none"
@@ -82,6 +84,8 @@ class FineTuning:
     unlabeled: float = 1.0
 
     def __post_init__(self) -> None:
+        if self.dropout and self.method != "classifier":
+            raise ValueError(f"dropout is for the method 'classifier'; got {self.method!r}")
         if not 0 <= self.dropout < 1 or not self.unlabeled >= 0:
             raise ValueError(
                 "dropout must lie in [0, 1), and unlabeled be at least 0; got "
@@ -453,7 +457,9 @@ class DeepBeliefNetwork(EvaluatedNetwork):
             rbm, learn = self.built_stack.layers[self._stage], self.sampling[self._stage]
             return learn.train_(rbm, self._training_input(batch), self.minibatch_size, optimizer)
         parts, losses = self._minibatches(batch), list[Tensor]()
-        for part in parts[:-1] if self.trainer.world_size == 1 else ():  # hooks of Lightning take longer than an update
+        # calls of Lightning take longer than an update
+        plain = type(self.trainer.precision_plugin).optimizer_step in _PLAIN_STEPS and self.trainer.world_size == 1
+        for part in parts[:-1] if plain else ():
             optimizer.optimizer.zero_grad()
             loss = self._objective(part)
             loss.backward()

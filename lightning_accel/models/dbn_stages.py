@@ -56,7 +56,7 @@ class Stage:
         initial_std: standard deviation of the initial weights, see :class:`lightning_accel.RBM`. Small values are
             better for few hidden units.
         inputs: what an RBM above another is trained on: ``samples`` of the hidden units below, drawn anew for each
-            batch, of which the theory of deep belief networks holds, or their ``means``, which are better features; by
+            batch, of which the theory of deep belief networks holds, or their ``means``, which features are later; by
             default the former for ``density``, the latter for ``features``.
         start_from_below: whether the RBM starts with the transposed weights of the one below, at the likelihood that
             this one has reached, see :meth:`lightning_accel.nn.RBMStack.start_from_below_`. It needs as many hidden

@@ -668,6 +668,19 @@ def test_options_that_contradict_each_other(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"method": "classifier", "dropout": 1.0}, r"dropout must lie in \[0, 1\).*dropout=1.0"),
+        ({"unlabeled": -1.0}, "at least 0; got .*unlabeled=-1.0"),
+        ({"method": "updown", "dropout": 0.5}, "dropout is for the method 'classifier'; got 'updown'"),
+    ],
+)
+def test_fine_tuning_checks_its_numbers(options, message):
+    with pytest.raises(ValueError, match=message):
+        FineTuning(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         ({"epochs": 0}, "at least 1 epoch"),
         ({"lr": 0}, "above 0"),
         ({"lr_decay": "cosine"}, "'linear' or 'none'"),

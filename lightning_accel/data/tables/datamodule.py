@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,6 +32,7 @@ from lightning_accel.data.tables.files import (
     read_known_classes,
     read_table,
     require_columns,
+    require_present,
     split_in_three,
 )
 from lightning_accel.data.tables.sharded import ShardedTable
@@ -51,6 +51,12 @@ compose = import_on_use("sklearn.compose")
 impute = import_on_use("sklearn.impute")
 pipeline = import_on_use("sklearn.pipeline")
 preprocessing = import_on_use("sklearn.preprocessing")
+
+
+_WITHOUT_CLASS = (
+    "Remove those rows, or predict them with predict_path; or set csv.unlabeled, for a model that learns from them, as "
+    "DeepBeliefNetwork does"
+)
 
 
 @dataclass(frozen=True)
@@ -192,8 +198,11 @@ class TabularDataModule(InMemoryDataModule):
         assert isinstance(self.path, Path)
         table = self._read(self.path, [self.target, *self.categorical])
         require_columns(table, [self.target, *self.categorical, *self.exclude], self.path)
-        read = partial(read_known_classes, quantity=A_QUANTITY) if self.csv.unlabeled else read_classes
-        labels, self.class_names = read(table[self.target], self.path)
+        if self.csv.unlabeled:
+            labels, self.class_names = read_known_classes(table[self.target], self.path, A_QUANTITY)
+        else:
+            present = require_present(table[self.target], self.path, _WITHOUT_CLASS)
+            labels, self.class_names = read_classes(present, self.path)
         shares = self.val_share, self.test_share
         known = np.flatnonzero(labels >= 0)
         train, val, test = (

@@ -145,12 +145,7 @@ def require_present(column: pd.Series, path: Path, remedy: str) -> pd.Series:
 
 def read_classes(column: pd.Series, path: Path, quantity: str = A_QUANTITY) -> tuple[np.ndarray, list[str]]:
     """Return the class of each row, (rows,) int64, and the sorted class names; ``quantity`` ends a message."""
-    require_present(
-        column,
-        path,
-        "Remove those rows, or predict them with predict_path; or set csv.unlabeled of TabularDataModule, for a model "
-        "that learns from them, as DeepBeliefNetwork",
-    )
+    require_present(column, path, "Remove those rows, or predict them with predict_path")
     where = f"the target column {shown(column.name)} of {path}"
     text = as_text(column, path)
     _require_one_kind(column, text, where)

@@ -102,7 +102,7 @@ def test_only_training_rows_move_the_normalisation(make, table):
 def test_rows_without_a_class_train_where_that_is_asked_for(make, table):
     missing = table.index % 3 == 1
     without = table.assign(kind=table.kind.where(~missing))
-    with pytest.raises(ValueError, match=r"20 .*csv\.unlabeled of TabularDataModule"):
+    with pytest.raises(ValueError, match=r"20 .*set csv\.unlabeled, for a model"):
         make(without)
     data = make(without, csv=CSVFormat(unlabeled=True))
     known = make(table[~missing], name="known.csv")
