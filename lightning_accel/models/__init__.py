@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING
 
 from lightning_accel._lazy import lazy_getattr
 from lightning_accel.models.classifier import Classifier
-from lightning_accel.models.dbn import DeepBeliefNetwork, FineTuning
+from lightning_accel.models.dbn import DeepBeliefNetwork
+from lightning_accel.models.dbn_fine_tuning import FineTuning
 from lightning_accel.models.dbn_stages import Stage
 from lightning_accel.models.experts import Experts
 from lightning_accel.models.language_model import Generation, MoELanguageModel

@@ -1,11 +1,9 @@
 """Deep belief network. Shapes: B samples, V visible units, H hidden units, C classes."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import index
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_accel._private.lightning import has_trainer
+from lightning_accel.models.dbn_fine_tuning import FineTuning, split_batch
 from lightning_accel.models.dbn_metrics import (
     Batch,
     BeliefMetrics,
@@ -58,39 +57,6 @@ from lightning_accel.strategies.checkpoints.rank_states import RankStates
 
 _KEY = "deep_belief_network"  # key in checkpoints
 _PLAIN_STEPS = (Precision.optimizer_step, MixedPrecision.optimizer_step)  # without a scaler, which setup refuses
-
-
-@dataclass(frozen=True)
-class FineTuning:
-    """Hold how all layers of a deep belief network are trained together, after one another.
-
-    Args:
-        method: ``none``, ``classifier`` or ``updown``.
-        epochs: number of epochs.
-        lr: initial learning rate, which falls to 0; by default 0.5 for ``classifier``, 0.01 for ``updown``.
-        dropout: probability with which ``classifier`` leaves out each hidden unit.
-        unlabeled: weight of the samples of unknown class, for which ``classifier`` minimizes the cross entropy of its
-            predictions with dropout to those without (Laine and Aila 2017, Temporal Ensembling, with dropout as the
-            only noise); it grows from 0 within the first half of the epochs. Without dropout it has no effect.
-
-    Raises:
-        ValueError: if a number is out of range, or ``dropout`` is given for another method.
-    """
-
-    method: Literal["none", "classifier", "updown"] = "none"
-    epochs: int = 10
-    lr: float | None = None
-    dropout: float = 0.0
-    unlabeled: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.dropout and self.method != "classifier":
-            raise ValueError(f"dropout is for the method 'classifier'; got {self.method!r}")
-        if not 0 <= self.dropout < 1 or not self.unlabeled >= 0:
-            raise ValueError(
-                "dropout must lie in [0, 1), and unlabeled be at least 0; got "
-                f"dropout={self.dropout}, unlabeled={self.unlabeled}"
-            )
 
 
 class DeepBeliefNetwork(EvaluatedNetwork):
@@ -434,21 +400,6 @@ class DeepBeliefNetwork(EvaluatedNetwork):
         scores: Tensor = self.head(states.to(self.head.weight.dtype))
         return scores
 
-    def _minibatches(self, batch: Batch) -> list[Batch]:
-        """Split a batch; for a classifier, each part of samples of unknown class has some of known class beside it."""
-        assert self.minibatch_size is not None
-        if isinstance(batch, Tensor):
-            return list(batch.split(self.minibatch_size))
-        unknown = classes_of(batch) == UNKNOWN if self.finetune == "classifier" else None
-        if unknown is None or not 0 < int(unknown.sum()) < len(unknown):
-            return list(zip(*(one.split(self.minibatch_size) for one in batch), strict=True))
-        with_class, without = (~unknown).nonzero()[:, 0], unknown.nonzero()[:, 0]
-        num_parts = math.ceil(max(len(with_class), len(without)) / self.minibatch_size)
-        size = min(self.minibatch_size, len(with_class))
-        again = with_class.repeat(math.ceil(num_parts * size / len(with_class)))[: num_parts * size].split(size)
-        chosen = [torch.cat(pair) for pair in zip(again, without.tensor_split(num_parts), strict=True)]
-        return [tuple(one[rows] for one in batch) for rows in chosen]
-
     def _update_in_minibatches(self, batch: Batch) -> Tensor:
         """Update once per mini-batch of a batch; return the mean of what they minimized, ()."""
         optimizer: Any = self.optimizers()
@@ -456,7 +407,8 @@ class DeepBeliefNetwork(EvaluatedNetwork):
         if self._stage < len(self.hidden_dims):
             rbm, learn = self.built_stack.layers[self._stage], self.sampling[self._stage]
             return learn.train_(rbm, self._training_input(batch), self.minibatch_size, optimizer)
-        parts, losses = self._minibatches(batch), list[Tensor]()
+        parts = split_batch(batch, self.minibatch_size, needs_classes=self.finetune == "classifier")
+        losses = list[Tensor]()
         # calls of Lightning take longer than an update
         plain = type(self.trainer.precision_plugin).optimizer_step in _PLAIN_STEPS and self.trainer.world_size == 1
         for part in parts[:-1] if plain else ():

@@ -22,7 +22,8 @@ from torch import Generator, Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_accel.data.in_memory import BatchTensorDataset, identity_collate
-from lightning_accel.models.dbn import DeepBeliefNetwork, FineTuning
+from lightning_accel.models.dbn import DeepBeliefNetwork
+from lightning_accel.models.dbn_fine_tuning import FineTuning
 from lightning_accel.models.dbn_stages import Stage
 from lightning_accel.nn.boltzmann.rbm import RBM
 from lightning_accel.nn.boltzmann.stack import UNKNOWN, RBMStack

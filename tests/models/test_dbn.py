@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, T
 
 from lightning_accel import DeepBeliefNetwork, DigitsDataModule, ExactResume
 from lightning_accel.models import FineTuning, Stage
+from lightning_accel.models.dbn_fine_tuning import split_batch
 from lightning_accel.models.dbn_stages import redistribute_states
 from lightning_accel.nn import RBM
 from lightning_accel.nn.boltzmann.partition import LogZ
@@ -360,9 +361,8 @@ def test_minibatches_without_lightnings_calls_are_the_same_updates():
 
 @pytest.mark.parametrize(("num_known", "sizes"), [(3, [3] * 5), (22, [4] * 5 + [2]), (0, [4] * 5 + [2]), (15, [4] * 4)])
 def test_minibatches_hold_samples_of_known_class(num_known, sizes):
-    one = model("classifier", minibatch_size=4)
     x, classes = unlabelled(num_known).tensors
-    parts = one._minibatches((x, classes))
+    parts = split_batch((x, classes), 4, needs_classes=True)
     for (part, its_classes), size in zip(parts, sizes, strict=True):
         known = its_classes != -100
         assert int(known.sum()) == size if num_known else not known.any()
