@@ -56,7 +56,7 @@ def split_batch(batch: Batch, size: int, needs_classes: bool) -> list[Batch]:
     if unknown is None or not 0 < int(unknown.sum()) < len(unknown):
         return list(zip(*(one.split(size) for one in batch), strict=True))
     with_class, without = (~unknown).nonzero()[:, 0], unknown.nonzero()[:, 0]
-    num_parts = math.ceil(max(len(with_class), len(without)) / size)
+    num_parts = math.ceil(len(unknown) / size)  # as many in each process, whatever classes its samples have
     size = min(size, len(with_class))
     again = with_class.repeat(math.ceil(num_parts * size / len(with_class)))[: num_parts * size].split(size)
     chosen = [torch.cat(pair) for pair in zip(again, without.tensor_split(num_parts), strict=True)]

@@ -359,7 +359,7 @@ def test_minibatches_without_lightnings_calls_are_the_same_updates():
             torch.testing.assert_close(one.state_dict()[name], value, msg=name)
 
 
-@pytest.mark.parametrize(("num_known", "sizes"), [(3, [3] * 5), (22, [4] * 5 + [2]), (0, [4] * 5 + [2]), (15, [4] * 4)])
+@pytest.mark.parametrize(("num_known", "sizes"), [(3, [3] * 6), (22, [4] * 5 + [2]), (0, [4] * 5 + [2]), (15, [4] * 6)])
 def test_minibatches_hold_samples_of_known_class(num_known, sizes):
     x, classes = unlabelled(num_known).tensors
     parts = split_batch((x, classes), 4, needs_classes=True)
