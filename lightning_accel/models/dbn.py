@@ -343,10 +343,10 @@ class DeepBeliefNetwork(EvaluatedNetwork):
         return torch.initial_seed() % 2**62 + number
 
     def _checked_input(self, batch: Batch, number: int) -> Tensor:
+        if self._needs_classes:
+            require_classes(classes_of(batch), len(first_of(batch)), self.num_classes or 0)
         rows = self._join_labels(self._means_below(batch, number), batch, number)
         self.built_stack.layers[number].require_support(rows, all_rows=False)
-        if self._needs_classes:
-            require_classes(classes_of(batch), len(rows), self.num_classes or 0)
         return rows
 
     def _trained_module(self) -> nn.Module:

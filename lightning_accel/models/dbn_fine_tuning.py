@@ -37,9 +37,9 @@ class FineTuning:
     def __post_init__(self) -> None:
         if self.dropout and self.method != "classifier":
             raise ValueError(f"dropout is for the method 'classifier'; got {self.method!r}")
-        if not 0 <= self.dropout < 1 or not self.unlabeled >= 0:
+        if not 0 <= self.dropout < 1 or not 0 <= self.unlabeled < math.inf:
             raise ValueError(
-                "dropout must lie in [0, 1), and unlabeled be at least 0; got "
+                "dropout must lie in [0, 1), and unlabeled be finite and at least 0; got "
                 f"dropout={self.dropout}, unlabeled={self.unlabeled}"
             )
 
@@ -47,8 +47,8 @@ class FineTuning:
 def split_batch(batch: Batch, size: int, needs_classes: bool) -> list[Batch]:
     """Split a batch into mini-batches of ``size`` samples.
 
-    With ``needs_classes``, each part of the samples of unknown class has as many of known class beside it, or all of
-    them where they are fewer, which repeat.
+    With ``needs_classes``, each part of the samples of unknown class has up to ``size`` of known class beside it, which
+    repeat.
     """
     if isinstance(batch, Tensor):
         return list(batch.split(size))

@@ -207,4 +207,5 @@ def classes_of(batch: Batch) -> Tensor:
             "labels=True and fine-tuning by 'classifier' need batches of rows and classes; got rows alone. Let the "
             "data module give both, or train without classes"
         )
-    return batch[1]
+    classes = batch[1]
+    return classes if classes.is_floating_point() else classes.long()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from operator import index
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -34,6 +34,7 @@ _PRESETS = {"density": _Preset("pcd", 100, "samples"), "features": _Preset("cd",
 
 
 # options of earlier versions, with the values that had no effect
+_ADDED = {"inputs", "start_from_below"}  # together
 _REMOVED = [("num_temperatures", 10), ("sparsity_target", None), ("sparsity_weight", 0.1)]
 
 
@@ -91,7 +92,12 @@ class Stage:
 
     @classmethod
     def from_dict(cls, options: dict[str, Any]) -> "Stage":
-        """Create a stage from the options in a checkpoint, which may hold removed ones at their defaults."""
+        """Create a stage from the options in a checkpoint, which may hold removed ones at their defaults.
+
+        Checkpoints hold all options; those of versions without ``inputs`` trained on means.
+        """
+        if "inputs" not in options and options.keys() >= {each.name for each in fields(cls)} - _ADDED:
+            options = options | {"inputs": "means"}
         return cls(**{name: value for name, value in options.items() if (name, value) not in _REMOVED})
 
     def start_sampling(self, seed: int) -> ContrastiveDivergence:

@@ -311,7 +311,8 @@ class DBNClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         rows, classes = _validate_input(self, X, y, reset=True)
         known = np.ones(len(rows), dtype=bool)
         if self.unlabeled is not None:
-            if isinstance(self.unlabeled, str) != (classes.dtype.kind in "OSU"):
+            kind = classes.dtype.kind
+            if kind != "O" and isinstance(self.unlabeled, str) != (kind in "SU"):
                 raise ValueError(
                     f"unlabeled={self.unlabeled!r} is compared with the values of y, which are of another kind, such "
                     f"as {classes[0]!r}"

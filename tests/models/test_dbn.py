@@ -299,6 +299,19 @@ def test_a_second_machine_on_samples_raises_the_bound():
     assert found["means"] < alone
 
 
+def test_stages_of_old_checkpoints_train_on_means():
+    stage = Stage(epochs=3)
+    old = {name: value for name, value in vars(stage).items() if name not in ("inputs", "start_from_below")}
+    assert Stage.from_dict(old) == Stage(epochs=3, inputs="means")
+    assert Stage.from_dict(vars(stage)) == Stage.from_dict({"epochs": 3}) == stage
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
+def test_classes_of_any_integers(dtype):
+    data = TensorDataset(*(rows().tensors[0], rows().tensors[1].to(dtype)))
+    fit(model("classifier", labels=True), data=data)
+
+
 def test_a_machine_starts_from_the_one_below():
     one = model(hidden_dims=[6, 7], stages=[Stage(epochs=1, lr=0.5), Stage(epochs=1, lr=1e-9, start_from_below=True)])
     fit(one)
@@ -480,6 +493,23 @@ def test_resumed_in_any_stage_it_ends_with_the_same_bits(options, run_folder):
         assert whole.end.keys() == resumed.end.keys()
         for name, value in whole.end.items():
             assert value.equal(resumed.end[name]), f"{name}, from {path.stem}"
+
+
+def check_unknown(rank):
+    data = unlabelled(22)
+    data.tensors[1][::4] = -100  # of one process's samples every other one, of the other's none
+    one = model("classifier", 1, 0.1, labels=True, minibatch_size=2)
+    run = trainer(max_epochs=one.schedule.num_epochs, max_steps=-1, strategy="ddp", devices=2)
+    run.fit(one, DataLoader(data, batch_size=5))
+    return whole_weights(run)
+
+
+@pytest.mark.slow
+def test_processes_agree_where_one_has_the_samples_of_unknown_class():
+    first, second = run_ranks(check_unknown)
+    for name, value in first.items():
+        assert value.equal(second[name]), name
+        assert value.isfinite().all()
 
 
 def check_ddp(rank, strategy, options):
@@ -670,6 +700,7 @@ def test_options_that_contradict_each_other(options, message):
     [
         ({"method": "classifier", "dropout": 1.0}, r"dropout must lie in \[0, 1\).*dropout=1.0"),
         ({"unlabeled": -1.0}, "at least 0; got .*unlabeled=-1.0"),
+        ({"unlabeled": float("inf")}, "finite and at least 0; got .*unlabeled=inf"),
         ({"method": "updown", "dropout": 0.5}, "dropout is for the method 'classifier'; got 'updown'"),
     ],
 )

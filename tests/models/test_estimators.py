@@ -171,6 +171,9 @@ def test_rows_of_unknown_class(bits, monkeypatch):
     assert len(rows) == len(bits)
     assert labels.tolist() == [1, -100, 0, -100] * (len(bits) // 4)
     assert (network.labels, network.fine_tuning.dropout) == (True, 0.25)
+    classifier.set_params(unlabeled=-1).fit(bits, np.where(names == "?", -1, names.astype(object)))
+    assert fits[1][1][1].equal(labels)
+    classifier.set_params(unlabeled="?")
     with pytest.raises(ValueError, match=r"at least 2 classes; y has 1 class, \['up'\]"):
         classifier.fit(bits, np.where(names == "down", "?", names))
 
@@ -213,7 +216,7 @@ def test_classes_and_layers():
         (lambda x: RBMTransformer().fit(x[:1] * 2), "n_samples = 1"),
         (lambda x: RBMTransformer(2).fit(x).inverse_transform(np.ones((3, 4))), "takes 2 components; got 4 columns"),
         (lambda x: DBNClassifier().fit(x, np.zeros(20)), r"needs at least 2 classes; y has 1 class, \[0.0\]"),
-        (lambda x: DBNClassifier(unlabeled=-1).fit(x, ["a", "b"] * 10), "unlabeled=-1 is compared .* such as .*'a'"),
+        (lambda x: DBNClassifier(unlabeled=-1).fit(x, np.array(["a", "b"] * 10)), "unlabeled=-1 is compared .*'a'"),
         (lambda x: DBNClassifier(unlabeled="?").fit(x, np.arange(20) % 2), r"unlabeled='\?' is compared"),
         (lambda x: DBNClassifier(()).fit(x, np.arange(20) % 2), "hidden_dims must name the hidden units of at least"),
         (lambda x: DBNClassifier(finetune_learning_rate="x").fit(x, np.arange(20) % 2), "finetune_learning_rate must"),

@@ -68,8 +68,9 @@ class CSVFormat:
         decimal: decimal mark.
         missing: texts that mean a missing value, in addition to the empty field, ``NA``, ``NaN``, ``null`` and the
             other defaults of pandas.
-        unlabeled: whether rows without a class train, with the class -100, which torch's losses leave out, and from
-            which :class:`lightning_accel.DeepBeliefNetwork` learns; else they are an error.
+        unlabeled: whether rows without a class train, with the class -100; else they are an error. It is for
+            :class:`lightning_accel.DeepBeliefNetwork`, which learns from them, and for Parquet, too. Torch's cross
+            entropy leaves them out, and is NaN for a batch without any class.
     """
 
     separator: str = ","
