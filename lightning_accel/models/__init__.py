@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from lightning_accel.models.estimators import DBNClassifier as DBNClassifier
     from lightning_accel.models.estimators import RBMTransformer as RBMTransformer
     from lightning_accel.models.graph_layers import ConvolutionLayers as ConvolutionLayers
-    from lightning_accel.models.relational import Marking as Marking
+    from lightning_accel.models.graph_marking import Marking as Marking
+    from lightning_accel.models.graph_marking import choose_marking as choose_marking
+    from lightning_accel.models.graph_marking import compare_markings as compare_markings
     from lightning_accel.models.relational import RelationalGNN as RelationalGNN
 
 __all__ = [
@@ -35,6 +37,8 @@ __all__ = [
     "RelationalGNN",
     "SequenceModel",
     "Stage",
+    "choose_marking",
+    "compare_markings",
 ]
 
 # Importing torch_geometric takes seconds, and scikit-learn is an extra
@@ -43,8 +47,10 @@ __getattr__ = lazy_getattr(
     {
         "ConvolutionLayers": "lightning_accel.models.graph_layers",
         "DBNClassifier": "lightning_accel.models.estimators",
-        "Marking": "lightning_accel.models.relational",
+        "Marking": "lightning_accel.models.graph_marking",
         "RBMTransformer": "lightning_accel.models.estimators",
         "RelationalGNN": "lightning_accel.models.relational",
+        "choose_marking": "lightning_accel.models.graph_marking",
+        "compare_markings": "lightning_accel.models.graph_marking",
     },
 )

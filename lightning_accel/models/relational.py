@@ -1,7 +1,6 @@
 """Graph networks with order-3 relations. Shapes: B graphs, N nodes, M edges, F features, K values, S scores."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import index
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
@@ -20,9 +19,9 @@ from lightning_accel.models.graph_layers import (
     GraphReadout,
     make_layers,
 )
+from lightning_accel.models.graph_marking import Marking, choose_marking
 from lightning_accel.models.hooks import keep_plain_hyperparameters, list_of_str, name_classes, require_class_names
 from lightning_accel.models.masked_loss import MaskedLoss, SupervisedModel, masked_loss
-from lightning_accel.nn.relational.marked_tuples import TupleKind
 from lightning_accel.nn.relational.pooling import Estimate, RelationalPooling
 from lightning_accel.ops.options import options_of, read_options
 from lightning_accel.ops.renames import renamed_arguments
@@ -33,24 +32,6 @@ from lightning_accel.strategies import PipelineStrategy
 Level: TypeAlias = Literal["graph", "node"]
 TargetKind: TypeAlias = Literal["classification", "regression"]
 _SIZES = ("num_features", "edge_dim", "num_relations", "num_classes", "num_targets")
-
-
-@dataclass(frozen=True)
-class Marking:
-    """Hold which nodes of a graph are marked, see :class:`lightning_accel.nn.RelationalPooling`.
-
-    Args:
-        num_nodes: number of nodes that are marked together: 0, 1, 2, 3; more with ``tuples="all"``.
-        tuples: which nodes are marked: by default ``nodes`` for one, ``edges`` for two, ``two_paths`` for three.
-        samples: number of random tuples of each graph in evaluation; None for all.
-        train_samples: likewise in training. With one, the loss of each tuple is minimized, which bounds that of their
-            mean and makes each predict the target alone; with more, that of the mean over the drawn tuples.
-    """
-
-    num_nodes: int = 0
-    tuples: TupleKind | None = None
-    samples: int | None = None
-    train_samples: int | None = 1
 
 
 class RelationalGNN(SupervisedModel):
@@ -154,15 +135,23 @@ class RelationalGNN(SupervisedModel):
         self.make_optimizer = optimizer
         self._require_options()
         self.layers: GraphLayers | None = None
-        if level is not None and target_kind is not None and self._num_scores() and num_features:
+        known = level is not None and target_kind is not None and self._num_scores() and num_features
+        if known and marking.num_nodes != "auto":
             self.configure_model()
 
     def _require_options(self) -> None:
         layers, marking = self.convolutions, self.marking
-        if layers.num_layers < 0 or layers.dim < 1 or marking.num_nodes < 0:
+        if layers.num_layers < 0 or layers.dim < 1:
             raise ValueError(
-                "layers.num_layers and marking.num_nodes must be at least 0, layers.dim at least 1; got "
-                f"{layers.num_layers}, {marking.num_nodes} and {layers.dim}"
+                "layers.num_layers must be at least 0, and layers.dim at least 1; got "
+                f"{layers.num_layers} and {layers.dim}"
+            )
+        if marking.num_nodes != "auto" and (not isinstance(marking.num_nodes, int) or marking.num_nodes < 0):
+            raise ValueError(f"marking.num_nodes must be 0 or more, or 'auto'; got {marking.num_nodes!r}")
+        if marking.num_nodes == "auto" and marking.tuples is not None:
+            raise ValueError(
+                f"marking.num_nodes='auto' chooses the tuples, too; leave marking.tuples={marking.tuples!r} out, or "
+                "give the number of nodes"
             )
         if not layers.num_layers and not self.triple_readout:
             raise ValueError("layers.num_layers=0 leaves the edges out; give some, or triple_readout=True")
@@ -184,6 +173,28 @@ class RelationalGNN(SupervisedModel):
                 "take 'accel_ddp' or 'accel_fsdp2', or marking.num_nodes=0"
             )
 
+    def _read_datamodule(self) -> None:
+        super()._read_datamodule()
+        if self.marking.num_nodes == "auto":
+            self.marking = choose_marking(self._training_graphs(), self.convolutions, self.marking)
+            self.hparams["marking"] = options_of(self.marking)
+
+    def _training_graphs(self) -> Sequence[Data]:
+        """Return the training graphs of the datamodule.
+
+        Raises:
+            ValueError: if it does not tell them, or targets are those of nodes.
+        """
+        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+        graphs = getattr(datamodule, "train_dataset", None)
+        if graphs is None or self.level == "node":
+            found = f"level={self.level!r}" if self.level == "node" else f"{type(datamodule).__name__} without any"
+            raise ValueError(
+                "marking.num_nodes='auto' compares the training graphs, which are the datamodule's attribute "
+                f"train_dataset, by their targets; got {found}. Give the number of nodes to mark"
+            )
+        return [graphs[i] for i in range(len(graphs))]
+
     def _num_scores(self) -> int | None:
         """Return S, the number of scores."""
         return self.num_classes if self.target_kind == "classification" else self.num_targets
@@ -192,6 +203,11 @@ class RelationalGNN(SupervisedModel):
         return self.layers is not None
 
     def _require_sizes(self) -> None:
+        if self.marking.num_nodes == "auto":
+            raise ValueError(
+                "marking.num_nodes='auto' compares the training graphs of a datamodule in a Trainer; without one, give "
+                "the number, such as choose_marking(graphs, layers) returns"
+            )
         given = {name: getattr(self, name) for name in (*_SIZES, "level", "target_kind")}
         known = {name: value for name, value in given.items() if value is not None}
         if self.level not in get_args(Level) or self.target_kind not in get_args(TargetKind):
@@ -215,27 +231,28 @@ class RelationalGNN(SupervisedModel):
         assert num_scores is not None
         assert self.num_features is not None
         assert self.level is not None
-        dim, marking = self.convolutions.dim, self.marking
+        dim, marks = self.convolutions.dim, self.marking.num_nodes
+        assert isinstance(marks, int)
         edges = EdgeKind(self.edge_dim, self.num_relations)
-        layers = make_layers(self.num_features + marking.num_nodes, edges, self.convolutions)
+        layers = make_layers(self.num_features + marks, edges, self.convolutions)
         width = dim
         self.readout: GraphReadout | None = None
-        if marking.num_nodes:
-            width += dim * marking.num_nodes if self.level == "graph" else 0
+        if marks:
+            width += dim * marks if self.level == "graph" else 0
         elif self.level == "graph":
             self.readout = GraphReadout(dim, self.triple_readout)
             width = self.readout.out_channels
         self.head = GraphHead(width, dim, num_scores)
         self.marked: RelationalPooling | None = None
-        if marking.num_nodes:
+        if marks:
             self.marked = RelationalPooling(
                 layers,
-                marking.num_nodes,
-                marking.tuples,
+                marks,
+                self.marking.tuples,
                 level=self.level,
                 head=self.head,
-                samples=marking.samples,
-                train_samples=marking.train_samples,
+                samples=self.marking.samples,
+                train_samples=self.marking.train_samples,
             )
         self.layers = layers
         self.register_buffer("target_mean", torch.zeros(num_scores))

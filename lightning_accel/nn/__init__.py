@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_accel.nn.relational.layers import RO3Pooling as RO3Pooling
     from lightning_accel.nn.relational.pooling import Estimate as Estimate
     from lightning_accel.nn.relational.pooling import RelationalPooling as RelationalPooling
+    from lightning_accel.nn.relational.refinement import refinement_hash as refinement_hash
 
 __all__ = [
     "RBM",
@@ -63,6 +64,7 @@ __all__ = [
     "join_parents",
     "plan_levels",
     "read_transformers",
+    "refinement_hash",
     "replace_mlps_",
     "summarise_load",
     "write_transformers",
@@ -78,5 +80,6 @@ __getattr__ = lazy_getattr(
         "RelationalOrder3Pooling": "lightning_accel.nn.relational.layers",
         "RelationalPooling": "lightning_accel.nn.relational.pooling",
         "assert_permutation_invariant": "lightning_accel.nn.relational.invariance",
+        "refinement_hash": "lightning_accel.nn.relational.refinement",
     },
 )

@@ -241,6 +241,12 @@ class GraphDataModule(L.LightningDataModule):
     def predict_ids(self, names: list[str]) -> None:
         self._predict_ids = names
 
+    @property
+    def train_dataset(self) -> Sequence[Data] | None:
+        """Return the training graphs, after ``setup``; None for a single graph with node targets, and for folders."""
+        rows = getattr(self, "train_rows", None)
+        return rows.graphs if isinstance(rows, GraphDataset) else None
+
     def prepare_data(self) -> None:
         """List the blocks of a folder and collect its statistics, in one process per machine."""
         if self.is_sharded:

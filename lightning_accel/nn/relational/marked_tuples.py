@@ -121,6 +121,32 @@ class Tuples(NamedTuple):
         return torch.where(nodes < 0, -1, nodes + self.ptr[graph][:, None])
 
 
+def resolve_marks(
+    marks: int | Literal["full"] | None, tuples: TupleKind | None, max_nodes: int | None = None
+) -> tuple[int, TupleKind]:
+    """Return the number of marks and the kind of tuples."""
+    if marks == "full":
+        if tuples not in (None, "all") or max_nodes is None or max_nodes < 1:
+            raise ValueError(f"marks='full' needs max_nodes, and tuples='all', got {max_nodes} and {tuples!r}")
+        return max_nodes, "all"
+    if max_nodes is not None:
+        raise ValueError("max_nodes is the width of marks='full': leave it out")
+    if tuples is None:
+        marks = 1 if marks is None else marks
+        tuples = next((kind for kind, size in MARKS.items() if size == marks), None)
+        if tuples is None:
+            raise ValueError(f"connected tuples have 1, 2 or 3 marks, got {marks}: for others set tuples='all'")
+    if tuples not in (*MARKS, "all"):
+        raise ValueError(f"tuples must be one of {[*MARKS, 'all']}, got {tuples!r}")
+    if tuples == "all":
+        if marks is None or marks < 1:
+            raise ValueError(f"tuples='all' needs marks, at least 1, or 'full', got {marks}")
+        return marks, tuples
+    if marks not in (None, MARKS[tuples]):
+        raise ValueError(f"tuples={tuples!r} have {MARKS[tuples]} marks, got {marks}")
+    return MARKS[tuples], tuples
+
+
 def find_tuples(kind: TupleKind, marks: int, ptr: Tensor, source: Tensor, target: Tensor) -> Tuples:
     """Prepare the tuples of graphs whose nodes begin at ``ptr`` (B + 1,), with arcs ``source`` -> ``target`` (M,).
 

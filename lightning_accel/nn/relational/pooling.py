@@ -5,7 +5,6 @@ D output features; O groups of tuples, one per graph or node.
 """
 
 import inspect
-from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,12 +14,19 @@ from torch_geometric.nn.inits import reset
 
 from lightning_accel._private.torch import compiled_original
 from lightning_accel.nn.features import check_edge_index, require_floating
-from lightning_accel.nn.relational.marked_tuples import MARKS, TupleKind, Tuples, find_tuples
+from lightning_accel.nn.relational.copies import (
+    Copies,
+    GraphLayout,
+    chunk_bounds,
+    copy_graphs,
+    plan_tuples,
+    sort_by_graph,
+)
+from lightning_accel.nn.relational.marked_tuples import TupleKind, find_tuples, resolve_marks
 from lightning_accel.ops.float32 import at_least_float32, without_autocast
 
 # parts of the messages of torch for a linear layer or a sum
 _MISMATCH_MESSAGES = "shapes cannot be multiplied", "same dtype", "scalar type"
-_MAX_COPIES = 2**23
 
 
 class Estimate(NamedTuple):
@@ -28,39 +34,6 @@ class Estimate(NamedTuple):
 
     mean: Tensor
     standard_error: Tensor  # standard error of the mean, in its shape; zero where nothing was sampled
-
-
-class _GraphLayout(NamedTuple):
-    """Hold the nodes and arcs of a batch sorted by graph, in their given order within each graph."""
-
-    node: Tensor
-    """(N,): nodes sorted by graph; a place is a position in this tensor."""
-    graph: Tensor
-    """(N,): the graph of each place."""
-    place: Tensor
-    """(N,): the place of each node."""
-    ptr: Tensor
-    """(B + 1,): the first place of each graph."""
-    arc: Tensor
-    """(M,): columns of ``edge_index``, sorted by graph."""
-    arc_ptr: Tensor
-    """(B + 1,): the first arc of each graph."""
-    ends: Tensor
-    """(2, M): places of the ends of each arc."""
-
-
-class _Copies(NamedTuple):
-    """Hold a batch of T copies of graphs."""
-
-    node: Tensor
-    """(R,): the original of each node."""
-    edge_index: Tensor
-    arc: Tensor
-    """The original arc of each column of ``edge_index``."""
-    copy: Tensor
-    """(R,): the copy of each node, from 0 to T - 1."""
-    marked: Tensor
-    """(T, k): the node of the copies under each mark, -1 for none."""
 
 
 class RelationalPooling(nn.Module):
@@ -120,7 +93,7 @@ class RelationalPooling(nn.Module):
         chunk_size: int = 2**19,
     ) -> None:
         super().__init__()
-        self.marks, self.tuples = _resolve_marks(marks, tuples, max_nodes)
+        self.marks, self.tuples = resolve_marks(marks, tuples, max_nodes)
         self.full = marks == "full"
         if level not in ("graph", "node"):
             raise ValueError(f"level must be 'graph' or 'node', got {level!r}")
@@ -193,7 +166,9 @@ class RelationalPooling(nn.Module):
         layout = self._lay_out(x, edge_index, edge_attr, batch, size)
         space = find_tuples(self.tuples, self.marks, layout.ptr, *layout.ends)
         chunks = list(
-            _chunk_bounds(layout, plan := _plan(space, samples, generator), None if in_one_pass else self.chunk_size)
+            chunk_bounds(
+                layout, plan := plan_tuples(space, samples, generator), None if in_one_pass else self.chunk_size
+            )
         )
         recompute = len(chunks) > 1 and torch.is_grad_enabled()
         owners = len(layout.ptr) - 1 if self.level == "graph" else len(x)
@@ -209,10 +184,10 @@ class RelationalPooling(nn.Module):
         return moments.estimate(count)
 
     def _run(
-        self, x: Tensor, edge_attr: Tensor | None, layout: _GraphLayout, graph: Tensor, tuples: Tensor
+        self, x: Tensor, edge_attr: Tensor | None, layout: GraphLayout, graph: Tensor, tuples: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Compute the values to average for ``tuples`` (T, k), and the graph or node of each."""
-        copies = _copy_graphs(layout, graph, tuples)
+        copies = copy_graphs(layout, graph, tuples)
         optional = {}
         if "edge_attr" in self._takes and edge_attr is not None:
             optional["edge_attr"] = edge_attr[copies.arc]
@@ -246,7 +221,7 @@ class RelationalPooling(nn.Module):
 
     def _lay_out(
         self, x: Tensor, edge_index: Tensor, edge_attr: Tensor | None, batch: Tensor | None, size: int | None
-    ) -> _GraphLayout:
+    ) -> GraphLayout:
         if not isinstance(x, Tensor):
             raise TypeError(f"x must be a tensor (nodes, features), got a {type(x).__name__}")
         if x.dim() != 2 or not x.is_floating_point():
@@ -261,7 +236,7 @@ class RelationalPooling(nn.Module):
             raise ValueError(f"batch must have one number for each of {len(x)} nodes, got {len(batch)}")
         if size is None:
             size = int(batch.max()) + 1 if len(batch) else 0
-        layout = _sort_by_graph(edge_index, batch, size)
+        layout = sort_by_graph(edge_index, batch, size)
         if self.full and len(batch) and (largest := int(layout.ptr.diff().max())) > self.marks:
             raise ValueError(f"max_nodes is {self.marks}, and a graph has {largest} nodes")
         return layout
@@ -271,81 +246,13 @@ class RelationalPooling(nn.Module):
         return f"{marks}, tuples={self.tuples!r}, level={self.level!r}, samples={self.samples}"
 
 
-class _Plan(NamedTuple):
-    """Hold the tuples of all copies, as numbers or as drawn tuples."""
-
-    graph: Tensor
-    """(T,), sorted."""
-    number: Tensor | None
-    tuples: Tensor | None
-
-    def part(self, space: Tuples, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        graph = self.graph[begin:end]
-        if self.tuples is not None:
-            return graph, self.tuples[begin:end]
-        assert self.number is not None
-        return graph, space.at(graph, self.number[begin:end])
-
-
-def _plan(space: Tuples, samples: int | None, generator: Generator | None) -> _Plan:
-    if samples is not None:
-        graph, tuples = space.draw(samples, generator)
-        return _Plan(graph, None, tuples)
-    if (total := float(space.total.sum())) > _MAX_COPIES:
-        raise ValueError(f"a mean over all {total:.3g} tuples takes too long: give samples, or fewer marks or graphs")
-    count = space.total.long()
-    graph = torch.repeat_interleave(count)
-    return _Plan(graph, torch.arange(len(graph), device=graph.device) - (count.cumsum(0) - count)[graph], None)
-
-
-def _chunk_bounds(layout: _GraphLayout, plan: _Plan, chunk_size: int | None) -> Iterator[tuple[int, int]]:
-    """Yield first and last copy of each chunk; there is at least one chunk, for the output width of the base GNN."""
-    copies = len(plan.graph)
-    if chunk_size is None or copies == 0:
-        yield 0, copies
-        return
-    total = (layout.ptr.diff() + layout.arc_ptr.diff())[plan.graph].cumsum(0)
-    begin = 0
-    while begin < copies:
-        limit = chunk_size + (total[begin - 1] if begin else 0)
-        end = max(int(torch.searchsorted(total, limit, right=True)), begin + 1)
-        yield begin, end
-        begin = end
-
-
-def _read_out(h: Tensor, copies: _Copies) -> Tensor:
+def _read_out(h: Tensor, copies: Copies) -> Tensor:
     """Concatenate the sum over nodes and the embedding of each marked node, to (T, (1 + k) H)."""
     num_copies, marks = copies.marked.shape
     total = h.new_zeros(num_copies, h.shape[1]).index_add(0, copies.copy, h)
     at = (copies.marked >= 0).nonzero(as_tuple=True)
     marked = h.new_zeros(num_copies, marks, h.shape[1]).index_put(at, h[copies.marked[at]])
     return torch.cat([total, marked.flatten(1)], dim=1)
-
-
-def _resolve_marks(
-    marks: int | Literal["full"] | None, tuples: TupleKind | None, max_nodes: int | None
-) -> tuple[int, TupleKind]:
-    """Return the number of marks and the kind of tuples."""
-    if marks == "full":
-        if tuples not in (None, "all") or max_nodes is None or max_nodes < 1:
-            raise ValueError(f"marks='full' needs max_nodes, and tuples='all', got {max_nodes} and {tuples!r}")
-        return max_nodes, "all"
-    if max_nodes is not None:
-        raise ValueError("max_nodes is the width of marks='full': leave it out")
-    if tuples is None:
-        marks = 1 if marks is None else marks
-        tuples = next((kind for kind, size in MARKS.items() if size == marks), None)
-        if tuples is None:
-            raise ValueError(f"connected tuples have 1, 2 or 3 marks, got {marks}: for others set tuples='all'")
-    if tuples not in (*MARKS, "all"):
-        raise ValueError(f"tuples must be one of {[*MARKS, 'all']}, got {tuples!r}")
-    if tuples == "all":
-        if marks is None or marks < 1:
-            raise ValueError(f"tuples='all' needs marks, at least 1, or 'full', got {marks}")
-        return marks, tuples
-    if marks not in (None, MARKS[tuples]):
-        raise ValueError(f"tuples={tuples!r} have {MARKS[tuples]} marks, got {marks}")
-    return MARKS[tuples], tuples
 
 
 def _optional_inputs(base_gnn: nn.Module) -> frozenset[str]:
@@ -373,69 +280,12 @@ def _optional_inputs(base_gnn: nn.Module) -> frozenset[str]:
     return frozenset(names[2:]) & {"edge_attr", "batch"}
 
 
-def _sort_by_graph(edge_index: Tensor, batch: Tensor, num_graphs: int) -> _GraphLayout:
-    """Sort nodes and arcs by graph.
-
-    Raises:
-        ValueError: if an arc joins two graphs or refers to a missing node, or ``batch`` has numbers outside of 0 to
-            ``num_graphs - 1``.
-    """
-    _check_ranges(edge_index, batch, num_graphs)
-    if not torch.equal(batch[edge_index[0]], batch[edge_index[1]]):
-        raise ValueError("every edge must join nodes of one graph: edge_index and batch do not belong together")
-    graph, node = batch.sort(stable=True)
-    arc_graph, arc = batch[edge_index[0]].sort(stable=True)
-    place = torch.empty_like(node)
-    place[node] = torch.arange(len(node), device=node.device)
-    bounds = torch.arange(num_graphs + 1, device=node.device)
-    return _GraphLayout(
-        node, graph, place, torch.searchsorted(graph, bounds), arc, torch.searchsorted(arc_graph, bounds),
-        place[edge_index[:, arc]],
-    )  # fmt: skip
-
-
-def _check_ranges(edge_index: Tensor, batch: Tensor, num_graphs: int) -> None:
-    ranges = [torch.stack(values.aminmax()) for values in (edge_index, batch) if values.numel()]
-    found = torch.stack(ranges).tolist() if ranges else []  # on CUDA, waits for the device once
-    if edge_index.numel():
-        low, high = found[0]
-        if low < 0 or high >= len(batch):
-            raise ValueError(f"edge_index must hold nodes from 0 to {len(batch) - 1}; found {low} to {high}")
-    if batch.numel():
-        low, high = found[-1]
-        if low < 0 or high >= num_graphs:
-            raise ValueError(f"batch must number {num_graphs} graphs from 0, got {low} to {high}")
-
-
-def _copy_graphs(layout: _GraphLayout, graph: Tensor, tuples: Tensor) -> _Copies:
-    """Copy the graphs ``graph`` (T,), sorted, with marks on the places ``tuples`` (T, k)."""
-    copy, place, first = _expand(layout.ptr, graph)
-    shift = first - layout.ptr[graph]
-    if len(graph) and graph[0] == graph[-1]:  # chunks of large graphs: many times as fast as indexing each arc
-        begin, end = layout.arc_ptr[graph[0]], layout.arc_ptr[graph[0] + 1]
-        edge_index = (layout.ends[:, None, begin:end] + shift[:, None]).flatten(1)
-        arc = layout.arc[begin:end].expand(len(graph), -1).flatten()
-    else:
-        arc_copy, arc, _ = _expand(layout.arc_ptr, graph)
-        edge_index, arc = layout.ends[:, arc] + shift[arc_copy], layout.arc[arc]
-    marked = torch.where(tuples < 0, -1, tuples + shift[:, None])
-    return _Copies(layout.node[place], edge_index, arc, copy, marked)
-
-
-def _mark_nodes(x: Tensor, copies: _Copies) -> Tensor:
+def _mark_nodes(x: Tensor, copies: Copies) -> Tensor:
     """Concatenate the features ``x`` (N, F) of all copied nodes and one-hot marks, to (R, F + k)."""
     rows, marks = len(copies.node), copies.marked.shape[1]
     which = torch.where(copies.marked < 0, rows, copies.marked)  # missing marks are written to an extra row
     one_hot = x.new_zeros(rows + 1, marks).scatter(0, which, 1.0)
     return torch.cat([x[copies.node], one_hot[:rows]], dim=1)
-
-
-def _expand(ptr: Tensor, graph: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return, for the elements of all copies, the copy and the original; and the first element of each copy (T,)."""
-    count = ptr.diff()[graph]
-    first = count.cumsum(0) - count
-    copy = torch.repeat_interleave(count)
-    return copy, torch.arange(len(copy), device=graph.device) + (ptr[graph] - first)[copy], first
 
 
 class _RunningMoments:
