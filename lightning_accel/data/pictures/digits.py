@@ -1,5 +1,6 @@
 """The handwritten digits that come with scikit-learn. Shapes: B images, C channels, H and W pixels."""
 
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -60,8 +61,10 @@ class DigitsDataModule(InMemoryDataModule):
         require_at_least(0, seed=seed, num_workers=num_workers)
         if not 0 <= max_shift <= 7:
             raise ValueError(f"max_shift must lie in [0, 7], the images being 8 pixels wide; got {max_shift}")
-        if num_labeled is not None and not 10 <= num_labeled <= 1247:
-            raise ValueError(f"num_labeled must lie in [10, 1247], of 1257 training images; got {num_labeled}")
+        if num_labeled is not None and not (isinstance(num_labeled, Integral) and 10 <= num_labeled <= 1247):
+            raise ValueError(
+                f"num_labeled must lie in [10, 1247], of 1257 training images, as an integer; got {num_labeled}"
+            )
         self.num_labeled = num_labeled
         self.batch_size = batch_size
         self.seed = seed

@@ -33,7 +33,7 @@ def test_few_images_keep_their_class():
         assert one.equal(other)
     assert labels.equal(all_labels.where(known, -100))
     assert torch.bincount(labels[known]).tolist() == [5] * 10
-    for number in (9, 1248):
+    for number in (9, 1248, 50.0):
         with pytest.raises(ValueError, match=rf"num_labeled must lie in \[10, 1247\].*; got {number}"):
             DigitsDataModule(num_labeled=number)
 
