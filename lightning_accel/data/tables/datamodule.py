@@ -55,7 +55,7 @@ preprocessing = import_on_use("sklearn.preprocessing")
 
 _WITHOUT_CLASS = (
     "Remove those rows, or predict them with predict_path; or set csv.unlabeled, for a model that learns from them, as "
-    "DeepBeliefNetwork does"
+    "DeepBeliefNetwork does. In CSV files, None, NA and the like are missing values: give such a class another name"
 )
 
 
@@ -66,9 +66,9 @@ class CSVFormat:
     Args:
         separator: separator of the fields.
         decimal: decimal mark.
-        missing: texts that mean a missing value, in addition to the empty field, ``NA``, ``NaN``, ``null`` and the
-            other defaults of pandas.
-        unlabeled: whether rows without a class train, with the class -100; else they are an error. It is for
+        missing: texts that mean a missing value, in addition to the empty field, ``NA``, ``NaN``, ``None``, ``null``
+            and the other defaults of pandas. A class needs another name than these.
+        unlabeled: whether rows whose class is missing train, with the class -100; else they are an error. It is for
             :class:`lightning_accel.DeepBeliefNetwork`, which learns from them, and for Parquet, too. Torch's cross
             entropy leaves them out, and is NaN for a batch without any class.
     """
@@ -123,8 +123,8 @@ class TabularDataModule(InMemoryDataModule):
         FileNotFoundError: if a file does not exist.
         ValueError: if a number is out of range or the shares leave no training rows; in ``setup``, if a file is empty
             or no table, lacks a column or its name, repeats a name, gives two features one name, holds text among
-            numbers, infinities, dates or (without ``csv.unlabeled``) a missing class, or has too few rows of a class to
-            split; in ``load_state_dict``, if the checkpoint was trained on other rows.
+            numbers, infinities, dates, a blank class or (without ``csv.unlabeled``) a missing one, or has too few rows
+            of a class to split; in ``load_state_dict``, if the checkpoint was trained on other rows.
     """
 
     test_rows: BatchTensorDataset
@@ -205,11 +205,16 @@ class TabularDataModule(InMemoryDataModule):
             present = require_present(table[self.target], self.path, _WITHOUT_CLASS)
             labels, self.class_names = read_classes(present, self.path)
         shares = self.val_share, self.test_share
-        known = np.flatnonzero(labels >= 0)
-        train, val, test = (
-            known[part] for part in split_in_three(labels[known], len(known), shares, self.seed, self.path)
-        )
-        train = np.concatenate([train, np.flatnonzero(labels < 0)])
+        if blank := [name for name in self.class_names if not name.strip()]:
+            raise ValueError(
+                f"the target column {shown(self.target)} of {self.path} holds a class without a name, "
+                f"{shown(blank[0])}; name it, or list it under csv.missing if it means a missing class"
+            )
+        known, unknown = np.flatnonzero(labels >= 0), np.flatnonzero(labels < 0)
+        kind = "rows of known class" if len(unknown) else "rows"
+        parts = split_in_three(labels[known], len(known), shares, self.seed, self.path, kind)
+        train, val, test = (known[part] for part in parts)
+        train = np.concatenate([train, unknown])
         self._feature_columns = [c for c in table.columns if c != self.target and c not in self.exclude]
         if nameless := [name for name in self._feature_columns if name.startswith("Unnamed: ")]:
             raise ValueError(

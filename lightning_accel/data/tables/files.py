@@ -169,7 +169,8 @@ def read_known_classes(column: pd.Series, path: Path, quantity: str) -> tuple[np
     known = column.notna().to_numpy()
     if not known.any():
         raise ValueError(f"the target {column.name!r} of {path} holds no label")
-    numbers, classes = read_classes(column[known], path, quantity)
+    without = "" if known.all() else f"; {(~known).sum()} rows without a class do not count"
+    numbers, classes = read_classes(column[known], path, quantity + without)
     labels = np.full(len(column), -100, dtype=np.int64)  # ignored by torch.nn.functional.cross_entropy
     labels[known] = numbers
     return labels, classes
@@ -259,25 +260,31 @@ def as_text(column: pd.Series, path: Path) -> pd.Series:
 
 
 def split_rows(
-    rows: np.ndarray, classes: np.ndarray | None, share: float, seed: int, path: Path
+    rows: np.ndarray, classes: np.ndarray | None, share: float, seed: int, path: Path, kind: str = "rows"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Split ``rows`` in two, the second with ``share`` of them, stratified by the ``classes`` of all rows."""
+    """Split ``rows`` in two, the second with ``share`` of them, stratified by the ``classes`` of all rows.
+
+    Errors call them ``kind``.
+    """
     try:
         kept, held_out = model_selection.train_test_split(
             rows, test_size=share, random_state=seed, stratify=None if classes is None else classes[rows]
         )
     except ValueError as error:
-        raise ValueError(f"{path} has too few rows to split as asked: {error}") from error
+        raise ValueError(f"{path} has too few {kind} to split as asked: {error}") from error
     return kept, held_out
 
 
 def split_in_three(
-    classes: np.ndarray | None, num_rows: int, shares: tuple[float, float], seed: int, path: Path
+    classes: np.ndarray | None, num_rows: int, shares: tuple[float, float], seed: int, path: Path, kind: str = "rows"
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Split rows into training, validation and test; ``shares`` are those of the latter two among all rows."""
+    """Split rows into training, validation and test; ``shares`` are those of the latter two among all rows.
+
+    Errors call them ``kind``.
+    """
     val_share, test_share = shares
-    rest, test = split_rows(np.arange(num_rows), classes, test_share, seed, path)
-    train, val = split_rows(rest, classes, val_share / (1 - test_share), seed, path)
+    rest, test = split_rows(np.arange(num_rows), classes, test_share, seed, path, kind)
+    train, val = split_rows(rest, classes, val_share / (1 - test_share), seed, path, kind)
     return train, val, test
 
 
