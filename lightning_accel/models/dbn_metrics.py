@@ -11,7 +11,7 @@ from torchmetrics import Metric
 from torchmetrics.aggregation import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_accel.models.dbn_stages import Schedule
+from lightning_accel.models.dbn_stages import Schedule, require_classes
 from lightning_accel.models.hooks import SizedModel, name_classes
 from lightning_accel.nn.boltzmann.partition import LogZ
 from lightning_accel.nn.boltzmann.rbm import RBM
@@ -107,6 +107,7 @@ class EvaluatedNetwork(SizedModel):
     hidden_dims: list[int]
     labels: bool
     finetune: str
+    num_classes: int | None
     class_names: list[str] | None
     schedule: Schedule
     val_figures: BeliefMetrics
@@ -147,8 +148,10 @@ class EvaluatedNetwork(SizedModel):
 
     def _evaluate(self, batch: Batch, stage: str, figures: BeliefMetrics) -> None:
         x = first_of(batch)
-        scores = None if self.head is None else self(x)
         classes = classes_of(batch) if self._needs_classes else None
+        if classes is not None:
+            require_classes(classes, len(x), self.num_classes or 0, f"{stage} classes")
+        scores = None if self.head is None else self(x)
         figures.update(self.built_stack, self._num_trained(), flat(x), scores, classes)
         if figures.log_z_gap is not None:
             self.log(f"{stage}/log_z_gap", figures.log_z_gap, sync_dist=True)

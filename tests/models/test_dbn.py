@@ -794,6 +794,15 @@ def test_classes_that_are_missing_are_told():
         fit(one, data=TensorDataset(rows().tensors[0]))
 
 
+@pytest.mark.parametrize("labels", [True, False])
+def test_classes_out_of_range_are_told_of_validation_too(labels):
+    data = rows()
+    data.tensors[1][3] = -1
+    one = model("none" if labels else "classifier", labels=labels)
+    with pytest.raises(ValueError, match=r"val classes must be \(5,\) integers in \[0, 3\).*or -100.*got .* -1 to 2"):
+        trainer().validate(one, DataLoader(data, batch_size=5), verbose=False)
+
+
 def test_the_optimizer_of_a_config_keeps_its_own_rate():
     rates = set()
 
