@@ -320,6 +320,12 @@ class DeepBeliefNetwork(EvaluatedNetwork):
             found = data_statistics(self, partial(self._checked_input, number=number), self.trainer.train_dataloader)
         self._data_checked = found is not None
         if found is not None:
+            if self._needs_classes and not found.num_known:
+                raise ValueError(
+                    "labels=True and fine-tuning by 'classifier' need training samples of known class; all "
+                    f"{found.num_rows} are -100, which marks unknown ones. Give the class of some, or train without "
+                    "labels and classifier"
+                )
             for part in rbm.visible_units.modules():
                 if not isinstance(part, GaussianVisible):
                     continue
@@ -342,12 +348,16 @@ class DeepBeliefNetwork(EvaluatedNetwork):
     def _seed_of(self, number: int) -> int:
         return torch.initial_seed() % 2**62 + number
 
-    def _checked_input(self, batch: Batch, number: int) -> Tensor:
+    def _checked_input(self, batch: Batch, number: int) -> tuple[Tensor, int]:
+        """Return the input of RBM ``number`` for a batch, (B, V), and how many samples have a known class."""
+        num_known = 0
         if self._needs_classes:
-            require_classes(classes_of(batch), len(first_of(batch)), self.num_classes or 0)
+            classes = classes_of(batch)
+            require_classes(classes, len(first_of(batch)), self.num_classes or 0)
+            num_known = int((classes != UNKNOWN).sum())
         rows = self._join_labels(self._means_below(batch, number), batch, number)
         self.built_stack.layers[number].require_support(rows, all_rows=False)
-        return rows
+        return rows, num_known
 
     def _trained_module(self) -> nn.Module:
         return self.built_stack.layers[self._stage] if self._stage < len(self.hidden_dims) else self

@@ -172,17 +172,19 @@ class DataStatistics(NamedTuple):
     mean: Tensor  # (V,) float64
     extremes: Tensor  # (2, V) float64, least and largest values
     num_rows: int
+    num_known: int  # samples of known class
 
 
 @torch.no_grad()
 def data_statistics(
-    module: L.LightningModule, rows_of: Callable[[Any], Tensor], loader: object
+    module: L.LightningModule, rows_of: Callable[[Any], tuple[Tensor, int]], loader: object
 ) -> DataStatistics | None:
     """Pass once over the data of ``loader``, each process over its share; return None if it cannot be iterated twice.
 
     Args:
         module: a module in a Trainer.
-        rows_of: returns the samples (B, V) of a batch; it may reject them with a ValueError.
+        rows_of: returns the samples (B, V) of a batch, and how many have a known class; it may reject them with a
+            ValueError.
         loader: the training loader. Its own sampler is respected only if it is a ``SubsetRandomSampler``.
     """
     if not isinstance(loader, DataLoader) or not hasattr(loader.dataset, "__len__"):
@@ -201,18 +203,21 @@ def data_statistics(
     sums, extremes = [], []
     for number, batch in enumerate(share):
         try:
-            rows = rows_of(module.trainer.strategy.batch_to_device(batch)).double()
+            rows, num_known = rows_of(module.trainer.strategy.batch_to_device(batch))
         except ValueError as error:
             first = number if has_whole_batches else number * _STATISTICS_BATCH_SIZE
             raise ValueError(f"training data, rows counted from item {numbers[first]}: {error}") from None
-        sums.append(torch.stack([torch.full_like(rows[0], len(rows)), rows.sum(dim=0)]))
+        rows = rows.double()
+        counts = [torch.full_like(rows[0], count) for count in (len(rows), num_known)]
+        sums.append(torch.stack([*counts, rows.sum(dim=0)]))
         extremes.append(torch.stack([-rows.amin(dim=0), rows.amax(dim=0)]))
     assert sums, "fewer rows than processes"
     total, most = torch.stack(sums).sum(dim=0), torch.stack(extremes).amax(dim=0)
     if world_size > 1:
         dist.all_reduce(total)
         dist.all_reduce(most, dist.ReduceOp.MAX)
-    return DataStatistics(total[1] / total[0], torch.stack([-most[0], most[1]]), int(total[0, 0]))
+    num_rows, num_known = int(total[0, 0]), int(total[1, 0])
+    return DataStatistics(total[2] / num_rows, torch.stack([-most[0], most[1]]), num_rows, num_known)
 
 
 def set_parameter_(parameter: Tensor, value: Tensor) -> None:

@@ -752,6 +752,16 @@ def test_rows_outside_of_the_support_are_refused_before_training(data, units, me
     assert not changed(before, snapshot(one))
 
 
+@pytest.mark.parametrize(("finetune", "labels"), [("classifier", False), ("none", True)])
+def test_training_without_a_single_known_class_is_refused(finetune, labels):
+    one = model(finetune, labels=labels)
+    before = snapshot(one)
+    run = trainer(max_epochs=one.schedule.num_epochs, max_steps=-1)
+    with pytest.raises(ValueError, match="need training samples of known class; all 22 are -100.* Give the class"):
+        run.fit(one, DataLoader(unlabelled(0), batch_size=5))
+    assert not changed(before, snapshot(one))
+
+
 def test_strategies_that_cannot_train_it_are_refused():
     with pytest.raises(ValueError, match=r"chains.*accel_dp.*strategy=ddp"):
         fit(model(), strategy="accel_dp", devices=2)
