@@ -36,6 +36,7 @@ from lightning_accel.models.dbn_stages import (
     require_schedule,
     require_sizes_from_below,
     set_parameter_,
+    share_of_process,
     unsharded,
 )
 from lightning_accel.models.hooks import (
@@ -74,9 +75,9 @@ class DeepBeliefNetwork(EvaluatedNetwork):
     **Samples of unknown class** have the class -100. RBMs train on them as on all others, a top RBM with ``labels`` on
     classes drawn from its own distribution given the sample (Larochelle, Mandel, Pascanu and Bengio 2012, Learning
     Algorithms for the Classification Restricted Boltzmann Machine); a classifier as
-    :class:`lightning_accel.models.FineTuning` says. Metrics that need a class leave them out. In mini-batches
-    (``minibatch_size``) of a classifier, samples of known class are beside those of unknown class, repeated where they
-    are fewer.
+    :class:`lightning_accel.models.FineTuning` says. Metrics that need a class leave them out, and are not logged where
+    no class is known. In mini-batches (``minibatch_size``) of a classifier, samples of known class are beside those of
+    unknown class, repeated where they are fewer.
 
     Set ``max_epochs`` of the Trainer to the epochs of all stages together. Learning rates are those of the stages,
     unless the config's ``optimizer`` replaces the model's. Checkpoints contain the chains and generators of every
@@ -112,8 +113,8 @@ class DeepBeliefNetwork(EvaluatedNetwork):
 
     Raises:
         ValueError: if options are out of range or contradict each other; before a run starts, if sizes are neither
-            given nor provided by the datamodule, or contradict it, if the strategy cannot train one RBM at a time, or
-            if values of the data are outside the range of the visible units.
+            given nor provided by the datamodule, or contradict it, if the strategy cannot train one RBM at a time, if
+            values of the data are outside the range of the visible units, or if classes are needed and none is known.
 
     Source: Hinton, Osindero and Teh 2006, A Fast Learning Algorithm for Deep Belief Nets
     """
@@ -284,6 +285,20 @@ class DeepBeliefNetwork(EvaluatedNetwork):
         self._stage = self.schedule.stage_at(self.current_epoch)
         self._restore_sampling()  # some strategies load checkpoints after on_fit_start
         self._stop_after_last_stage(self.current_epoch)
+        if self.finetune == "classifier":
+            self._require_known_class(self.trainer.val_dataloaders)
+
+    def _require_known_class(self, loader: object) -> None:
+        """Raise a ValueError if not one validation sample has a known class, in any process."""
+        if (found := share_of_process(self, loader)) is None:
+            return
+        share, _ = found
+        is_known = (not isinstance(one, list | tuple) or bool((classes_of(one) != UNKNOWN).any()) for one in share)
+        if not self.trainer.strategy.reduce_boolean_decision(any(is_known), all=False):
+            raise ValueError(
+                "fine-tuning by 'classifier' needs validation samples of known class, for val/loss; all are -100, "
+                "which marks unknown ones. Give the class of some, or leave validation out"
+            )
 
     def on_train_epoch_start(self) -> None:
         self._stage = self.schedule.stage_at(self.current_epoch)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Generator, Tensor, nn
 from torchmetrics import Metric
-from torchmetrics.aggregation import MeanMetric
+from torchmetrics.aggregation import MeanMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_accel.models.dbn_stages import Schedule, require_classes
@@ -38,6 +38,7 @@ class BeliefMetrics(nn.Module):
         if likelihood != "none":
             figures["log_prob"] = MeanMetric()
         self.figures = nn.ModuleDict(figures)
+        self.num_known = SumMetric()  # samples of known class
         self.likelihood = likelihood
         self.log_z_gap: float | None = None  # in nats, between annealing upwards and downwards
         self._log_z: LogZ | None = None
@@ -47,6 +48,7 @@ class BeliefMetrics(nn.Module):
 
     def begin(self) -> None:
         # Trainer.validate leaves metrics with tensors created in inference mode, which fit could not update
+        self.num_known.reset()
         for _, figure in self.items():
             figure.reset()
         self._log_z = self.log_z_gap = None
@@ -73,6 +75,7 @@ class BeliefMetrics(nn.Module):
             weights["loss"] = (classes != UNKNOWN).sum()
             values["loss"] = cross_entropy_of_known(scores, classes)
         if classes is not None:
+            self.num_known.update((classes != UNKNOWN).sum())
             cast("Metric", self.figures["accuracy"]).update(
                 stack.class_log_prob(rows) if scores is None else scores, classes
             )
@@ -135,6 +138,8 @@ class EvaluatedNetwork(SizedModel):
     def on_validation_epoch_start(self) -> None:
         self.val_figures.begin()
         self._copy_recognition_weights()
+        if epochs := self._epochs_to_last_stage():
+            self.log("val/loss", _LARGE * epochs, logger=False, sync_dist=True)
 
     def on_test_epoch_start(self) -> None:
         self.test_figures.begin()
@@ -155,13 +160,27 @@ class EvaluatedNetwork(SizedModel):
         figures.update(self.built_stack, self._num_trained(), flat(x), scores, classes)
         if figures.log_z_gap is not None:
             self.log(f"{stage}/log_z_gap", figures.log_z_gap, sync_dist=True)
+
+    def _log_figures(self, stage: str, figures: BeliefMetrics) -> None:
+        """Log figures over all processes, but for those that need a class where not one is known."""
+        left_out = {"loss"} if self._epochs_to_last_stage() else set()
+        if self._needs_classes and not figures.num_known.compute():
+            of_classes = {"accuracy"} if self.head is None else {"accuracy", "loss"}
+            left_out |= of_classes
+            if not self.trainer.sanity_checking:
+                rank_zero_warn(
+                    f"no {stage} sample has a known class, which {' and '.join(sorted(of_classes))} need: they are not "
+                    "logged. Give the class of some samples"
+                )
         for name, figure in figures.items():
-            if name != "loss" or not self._epochs_to_last_stage():
+            if name not in left_out:
                 self.log(f"{stage}/{name}", figure, prog_bar=name in ("loss", "accuracy"))
 
+    def on_test_epoch_end(self) -> None:
+        self._log_figures("test", self.test_figures)
+
     def on_validation_epoch_end(self) -> None:
-        if epochs := self._epochs_to_last_stage():
-            self.log("val/loss", _LARGE * epochs, logger=False, sync_dist=True)
+        self._log_figures("val", self.val_figures)
 
     def _epochs_to_last_stage(self) -> int:
         if self.trainer.state.fn != "fit":

@@ -175,6 +175,25 @@ class DataStatistics(NamedTuple):
     num_known: int  # samples of known class
 
 
+def share_of_process(module: L.LightningModule, loader: object) -> tuple[DataLoader[Any], list[int]] | None:
+    """Return a loader of this process's share of the data of ``loader``, in order, and the numbers of its items.
+
+    None if it cannot be iterated twice. Its own sampler is respected only if it is a ``SubsetRandomSampler``.
+    """
+    if not isinstance(loader, DataLoader) or not hasattr(loader.dataset, "__len__"):
+        return None
+    subset = loader.sampler.indices if isinstance(loader.sampler, SubsetRandomSampler) else range(len(loader.dataset))
+    numbers = sorted(subset)[module.trainer.global_rank :: module.trainer.world_size]
+    share: DataLoader[Any] = DataLoader(
+        loader.dataset,
+        batch_size=None if loader.batch_sampler is None else _STATISTICS_BATCH_SIZE,  # None: items are whole batches
+        sampler=numbers,
+        collate_fn=loader.collate_fn,
+        generator=Generator(),  # an iterator draws a seed, which must not use the run's random numbers
+    )
+    return share, numbers
+
+
 @torch.no_grad()
 def data_statistics(
     module: L.LightningModule, rows_of: Callable[[Any], tuple[Tensor, int]], loader: object
@@ -185,35 +204,25 @@ def data_statistics(
         module: a module in a Trainer.
         rows_of: returns the samples (B, V) of a batch, and how many have a known class; it may reject them with a
             ValueError.
-        loader: the training loader. Its own sampler is respected only if it is a ``SubsetRandomSampler``.
+        loader: the training loader, see :func:`share_of_process`.
     """
-    if not isinstance(loader, DataLoader) or not hasattr(loader.dataset, "__len__"):
+    if (found := share_of_process(module, loader)) is None:
         return None
-    world_size, rank = module.trainer.world_size, module.trainer.global_rank
-    subset = loader.sampler.indices if isinstance(loader.sampler, SubsetRandomSampler) else range(len(loader.dataset))
-    numbers = sorted(subset)[rank::world_size]
-    has_whole_batches = loader.batch_sampler is None
-    share = DataLoader(
-        loader.dataset,
-        batch_size=None if has_whole_batches else _STATISTICS_BATCH_SIZE,
-        sampler=numbers,
-        collate_fn=loader.collate_fn,
-        generator=Generator(),  # an iterator draws a seed, which must not use the run's random numbers
-    )
+    share, numbers = found
     sums, extremes = [], []
     for number, batch in enumerate(share):
         try:
             rows, num_known = rows_of(module.trainer.strategy.batch_to_device(batch))
         except ValueError as error:
-            first = number if has_whole_batches else number * _STATISTICS_BATCH_SIZE
-            raise ValueError(f"training data, rows counted from item {numbers[first]}: {error}") from None
+            first = numbers[number * (share.batch_size or 1)]
+            raise ValueError(f"training data, rows counted from item {first}: {error}") from None
         rows = rows.double()
         counts = [torch.full_like(rows[0], count) for count in (len(rows), num_known)]
         sums.append(torch.stack([*counts, rows.sum(dim=0)]))
         extremes.append(torch.stack([-rows.amin(dim=0), rows.amax(dim=0)]))
     assert sums, "fewer rows than processes"
     total, most = torch.stack(sums).sum(dim=0), torch.stack(extremes).amax(dim=0)
-    if world_size > 1:
+    if module.trainer.world_size > 1:
         dist.all_reduce(total)
         dist.all_reduce(most, dist.ReduceOp.MAX)
     num_rows, num_known = int(total[0, 0]), int(total[1, 0])

@@ -417,6 +417,26 @@ def test_samples_of_unknown_class_train_and_do_not_count(finetune, labels, minib
         )
 
 
+@pytest.mark.parametrize(("finetune", "lacking"), [("none", ["accuracy"]), ("classifier", ["accuracy", "loss"])])
+def test_figures_that_need_a_class_are_left_out_where_none_is_known(finetune, lacking):
+    one, run = model(finetune, labels=finetune == "none"), trainer()
+    names = {"val/accuracy", "val/loss", "val/reconstruction_error"}
+    with pytest.warns(UserWarning, match=f"no val sample has a known class, which {' and '.join(lacking)} need"):
+        run.validate(one, DataLoader(unlabelled(0), batch_size=5), verbose=False)
+    assert run.callback_metrics.keys() == names - {f"val/{name}" for name in lacking}
+    run.validate(one, DataLoader(unlabelled(1), batch_size=5), verbose=False)
+    assert run.callback_metrics.keys() == names
+
+
+def test_a_classifier_is_not_trained_without_a_class_to_validate_it():
+    one = model("classifier")
+    before = snapshot(one)
+    run = trainer(max_epochs=one.schedule.num_epochs, max_steps=-1)
+    with pytest.raises(ValueError, match=r"needs validation samples of known class, .* leave validation out"):
+        run.fit(one, DataLoader(rows(), batch_size=5), DataLoader(unlabelled(0), batch_size=5))
+    assert not changed(before, snapshot(one))
+
+
 def test_rates_fall_to_zero_within_each_stage():
     rates = []
 
@@ -500,7 +520,8 @@ def check_unknown(rank):
     data.tensors[1][:: 2 + 20 * rank] = -100  # every other one in one process, a single one in the other
     one = model("classifier", 1, 0.1, labels=True, minibatch_size=2)
     run = trainer(max_epochs=one.schedule.num_epochs, max_steps=-1, strategy="ddp", devices=2)
-    run.fit(one, DataLoader(data, batch_size=5))
+    run.fit(one, DataLoader(data, batch_size=5), DataLoader(unlabelled(22 * rank), batch_size=5))
+    assert run.callback_metrics["val/loss"].isfinite()
     return whole_weights(run)
 
 
@@ -757,7 +778,7 @@ def test_training_without_a_single_known_class_is_refused(finetune, labels):
     one = model(finetune, labels=labels)
     before = snapshot(one)
     run = trainer(max_epochs=one.schedule.num_epochs, max_steps=-1)
-    with pytest.raises(ValueError, match="need training samples of known class; all 22 are -100.* Give the class"):
+    with pytest.raises(ValueError, match=r"need training samples of known class; all 22 are -100.* Give the class"):
         run.fit(one, DataLoader(unlabelled(0), batch_size=5))
     assert not changed(before, snapshot(one))
 
