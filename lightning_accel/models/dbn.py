@@ -412,7 +412,7 @@ class DeepBeliefNetwork(EvaluatedNetwork):
         with torch.no_grad():
             expected = self(x[unknown]).softmax(dim=1)
         span = self.schedule.spans[self._stage]
-        share = min(1, 2 * (self.current_epoch - span.first_epoch) / span.epochs)
+        share = min(1, 2 * (self.current_epoch - span.first_epoch) / span.epochs) if span.epochs > 1 else 1
         return loss + self.fine_tuning.unlabeled * share * F.cross_entropy(scores[unknown], expected)
 
     def _scores_with_dropout(self, x: Tensor) -> Tensor:

@@ -22,7 +22,8 @@ class FineTuning:
         dropout: probability with which ``classifier`` leaves out each hidden unit.
         unlabeled: weight of the samples of unknown class, for which ``classifier`` minimizes the cross entropy of its
             predictions with dropout to those without (Laine and Aila 2017, Temporal Ensembling, with dropout as the
-            only noise); it grows from 0 within the first half of the epochs. Without dropout it has no effect.
+            only noise); it grows from 0 within the first half of the epochs, and is whole in a single one. Without
+            dropout it has no effect.
 
     Raises:
         ValueError: if a number is out of range, or ``dropout`` is given for another method.

@@ -327,21 +327,22 @@ def unlabelled(num_known, num_rows=22):
     return data
 
 
-def test_a_classifier_learns_from_samples_of_known_class_and_the_means_of_others(monkeypatch):
+@pytest.mark.parametrize("shares", [(0, 0.5, 1, 1), (1,)])
+def test_a_classifier_learns_from_samples_of_known_class_and_the_means_of_others(shares, monkeypatch):
     """Held against the formula; without dropout, others have no effect."""
     kept = torch.ones(22, 5) * 2
     kept[:, 3] = 0
     monkeypatch.setattr(
         "torch.nn.functional.dropout", lambda states, p: states * kept[: len(states), : states.shape[1]]
     )
-    one = model("classifier", 4, hidden_dims=[5], stages=[Stage(epochs=1)])
+    one = model("classifier", len(shares), hidden_dims=[5], stages=[Stage(epochs=1)])
     one.trainer = trainer(max_epochs=5)
     one._stage = 1
     x, classes = unlabelled(9).tensors
     close = torch.testing.assert_close
     close(one._objective((x, classes)), F.cross_entropy(one(x[:9]), classes[:9]))
-    one.fine_tuning = FineTuning("classifier", 4, dropout=0.5, unlabeled=3.0)
-    for epoch, share in ((1, 0), (2, 0.5), (3, 1), (4, 1)):  # the first epoch is the RBM's
+    one.fine_tuning = FineTuning("classifier", len(shares), dropout=0.5, unlabeled=3.0)
+    for epoch, share in enumerate(shares, 1):  # the first epoch is the RBM's
         one.trainer.fit_loop.epoch_progress.current.completed = epoch
         scores = one.head(one.stack.top(x) * kept)
         agree = -(one(x[9:]).softmax(1) * scores[9:].log_softmax(1)).sum(1).mean()
