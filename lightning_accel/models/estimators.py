@@ -260,7 +260,8 @@ class DBNClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         batch_size: samples of an update.
         dropout: probability with which back-propagation leaves out each hidden unit.
         unlabeled: value of ``y`` of rows whose class is unknown, -1 in scikit-learn's own semi-supervised estimators;
-            None if every class is known.
+            None if every class is known. ``fit`` warns if ``y`` has no such row, as SelfTrainingClassifier
+            does.
         accelerator: accelerator of the Lightning Trainer.
         random_state: seed for reproducible fits.
 
@@ -318,12 +319,19 @@ class DBNClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
                     f"as {classes[0]!r}"
                 )
             known = classes != self.unlabeled
+            if known.all():
+                warnings.warn(
+                    f"y contains no row of unlabeled={self.unlabeled!r}, so every class counts as known; give such "
+                    "rows, or leave unlabeled out",
+                    stacklevel=2,
+                )
         check_classification_targets(classes[known])
         labels = np.full(len(rows), UNKNOWN)
         self.classes_, labels[known] = np.unique(classes[known], return_inverse=True)
         if len(self.classes_) < 2:
             raise ValueError(
                 f"DBNClassifier needs at least 2 classes; y has {len(self.classes_)} class, {self.classes_.tolist()}"
+                + ("" if known.all() else f", and {(~known).sum()} rows of unknown class: give that of more rows")
             )
         self._scaler = _RowScaler(rows, self.visible)
         sizes = list(self.hidden_layer_sizes)

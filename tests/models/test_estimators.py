@@ -178,6 +178,13 @@ def test_rows_of_unknown_class(bits, monkeypatch):
         classifier.fit(bits, np.where(names == "down", "?", names))
 
 
+def test_a_mark_of_unknown_classes_that_is_not_there_is_told(bits):
+    one, marked = (DBNClassifier((3,), n_iter=1, finetune_n_iter=1, random_state=0, unlabeled=to) for to in (None, -1))
+    with pytest.warns(UserWarning, match=r"y contains no row of unlabeled=-1, .* leave unlabeled out"):
+        marked.fit(bits, bits[:, 0])
+    assert (marked.predict_proba(bits) == one.fit(bits, bits[:, 0]).predict_proba(bits)).all()
+
+
 def test_few_rows_are_gone_through_several_times(bits, monkeypatch):
     counts = []
     update = ContrastiveDivergence._differentiate
@@ -216,6 +223,7 @@ def test_classes_and_layers():
         (lambda x: RBMTransformer().fit(x[:1] * 2), "n_samples = 1"),
         (lambda x: RBMTransformer(2).fit(x).inverse_transform(np.ones((3, 4))), "takes 2 components; got 4 columns"),
         (lambda x: DBNClassifier().fit(x, np.zeros(20)), r"needs at least 2 classes; y has 1 class, \[0.0\]"),
+        (lambda x: DBNClassifier(unlabeled=-1).fit(x, np.full(20, -1)), r"0 class, \[\], and 20 rows of unknown"),
         (lambda x: DBNClassifier(unlabeled=-1).fit(x, np.array(["a", "b"] * 10)), "unlabeled=-1 is compared .*'a'"),
         (lambda x: DBNClassifier(unlabeled="?").fit(x, np.arange(20) % 2), r"unlabeled='\?' is compared"),
         (lambda x: DBNClassifier(()).fit(x, np.arange(20) % 2), "hidden_dims must name the hidden units of at least"),
