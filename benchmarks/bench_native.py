@@ -116,7 +116,7 @@ def find_triples_case(device: torch.device, quick: bool) -> Iterator[tuple[str, 
         Work(lambda: [transform(g.clone()) for g in graphs]),
     )
     told = {"level": "graph", "target_kind": "regression", "num_features": 1, "num_targets": 1}
-    model = RelationalGNN(layers=ConvolutionLayers(num_layers=0, dim=32), triple_readout=True, **told)
+    model = RelationalGNN(layers=ConvolutionLayers(num_layers=0, dim=32, triple_readout=True), **told)
     yield "find_triples in a step, relational_counting.yaml, 32 graphs", training(model, batches, device)
     for share, rows in ((0.1, 256),) if quick else ((0.1, 64), (0.1, 256), (1.0, 256)):
         batches = parts_of_a_large_graph(share, rows)

@@ -20,7 +20,7 @@ NormName = Literal["batch", "layer", "none"]
 
 @dataclass(frozen=True)
 class ConvolutionLayers:
-    """Hold the options of a model's convolutions of graphs.
+    """Hold the options of a model's convolutions of graphs, and of their readout.
 
     Args:
         conv: ``RO3Conv``, a class of ``torch_geometric.nn``, or an import path. It is created with the width as
@@ -31,6 +31,7 @@ class ConvolutionLayers:
         num_layers: number of convolutions.
         norm: norm after each convolution.
         dropout: dropout after each convolution.
+        triple_readout: add triangles and 2-paths to the readout of graphs, which is the sum over nodes.
     """
 
     conv: str = "RO3Conv"
@@ -39,6 +40,7 @@ class ConvolutionLayers:
     num_layers: int = 4
     norm: NormName = "batch"
     dropout: float = 0.0
+    triple_readout: bool = False
 
 
 class EdgeKind(NamedTuple):

@@ -1,22 +1,27 @@
 """Losses and metrics over the valid targets of batches. Shapes: S scores."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torchmetrics import Metric
 from torchmetrics.aggregation import MeanMetric
+from torchmetrics.functional.classification import binary_auroc
+from torchmetrics.utilities import dim_zero_cat
 
 from lightning_accel.data.sequences.batch import IGNORED
 from lightning_accel.models.hooks import SizedModel, is_logging_step
 from lightning_accel.ops.float32 import at_least_float32
 
+ValueLoss: TypeAlias = Literal["squared", "absolute", "logistic"]
+
 
 class MaskedLoss(NamedTuple):
     """Hold sums over the valid targets of a batch, and their number; () each."""
 
-    loss: Tensor  # sum of cross entropies in nats, or of squared errors in units
-    score: Tensor  # number of correct classes, or sum of squared errors
+    loss: Tensor  # sum of cross entropies in nats, or of squared or absolute errors in units
+    score: Tensor  # number of correct classes or labels, or sum of squared or absolute errors
     valid: Tensor
 
 
@@ -25,10 +30,13 @@ def is_valid(target: Tensor) -> Tensor:
     return ~target.isnan() if target.is_floating_point() else target != IGNORED
 
 
-def masked_loss(scores: Tensor, target: Tensor, unit: Tensor | None = None) -> MaskedLoss:
+def masked_loss(
+    scores: Tensor, target: Tensor, unit: Tensor | None = None, value_loss: ValueLoss = "squared"
+) -> MaskedLoss:
     """Compare ``scores`` (..., S) with classes (...), or with as many floating values.
 
-    For the loss, errors of values are divided by ``unit`` (S,).
+    Values are compared by squared or absolute errors, which for the loss are divided by ``unit`` (S,), or as labels of
+    0 and 1 by their cross entropy to the sigmoid of the scores.
 
     Raises:
         ValueError: if their shapes do not match.
@@ -43,11 +51,45 @@ def masked_loss(scores: Tensor, target: Tensor, unit: Tensor | None = None) -> M
         raise ValueError(f"the model's scores need a target of shape {expected}; got {tuple(target.shape)}")
     if target.is_floating_point():
         target, there = target.view_as(scores), valid.view_as(scores)
+        if value_loss == "logistic":
+            entropy = F.binary_cross_entropy_with_logits(scores, target.nan_to_num(), reduction="none")
+            correct = (scores > 0) == (target > 0.5)
+            return MaskedLoss(torch.where(there, entropy, 0).sum(), (correct & there).sum(), valid.sum())
         error = torch.where(there, scores - target.nan_to_num(), 0)
         scaled = error if unit is None else error / unit
-        return MaskedLoss(scaled.square().sum(), error.detach().square().sum(), valid.sum())
+        measure = torch.square if value_loss == "squared" else torch.abs
+        return MaskedLoss(measure(scaled).sum(), measure(error.detach()).sum(), valid.sum())
     loss = F.cross_entropy(scores.flatten(0, -2), target.flatten(), ignore_index=IGNORED, reduction="sum")
     return MaskedLoss(loss, (scores.argmax(dim=-1) == target).sum(), valid.sum())
+
+
+class MeanAUROC(Metric):
+    """Compute the mean area under the ROC curve over labels, those aside of which all targets are equal or missing.
+
+    Source: the metric of Hu et al. 2020, Open Graph Benchmark, https://arxiv.org/abs/2005.00687, for molecules.
+    """
+
+    scores: list[Tensor]
+    targets: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("scores", [], dist_reduce_fx="cat")
+        self.add_state("targets", [], dist_reduce_fx="cat")
+
+    def update(self, scores: Tensor, targets: Tensor) -> None:
+        """Add scores and targets (B, K), NaN for missing ones."""
+        self.scores.append(scores.detach().float())
+        self.targets.append(targets.view_as(scores).float())
+
+    def compute(self) -> Tensor:
+        """Return the mean; NaN where no label has both targets."""
+        areas = []
+        for scores, targets in zip(dim_zero_cat(self.scores).T, dim_zero_cat(self.targets).T, strict=True):
+            known = is_valid(targets)
+            if len(targets[known].unique()) == 2:
+                areas.append(binary_auroc(scores[known], targets[known].long()))
+        return torch.stack(areas).mean() if areas else self.scores[0].new_tensor(torch.nan)
 
 
 class SupervisedModel(SizedModel):
@@ -61,6 +103,7 @@ class SupervisedModel(SizedModel):
 
     def __init__(self) -> None:
         super().__init__()
+        self.value_loss: ValueLoss = "squared"
         self._valid_per_sample: Tensor | None = None
         self.val_loss, self.val_score = MeanMetric(), MeanMetric()
         self.test_loss, self.test_score = MeanMetric(), MeanMetric()
@@ -90,7 +133,7 @@ class SupervisedModel(SizedModel):
 
     def _read_datamodule(self) -> None:
         super()._read_datamodule()
-        if self.target_kind == "regression" and self.num_targets is None:
+        if self.target_kind in ("regression", "multilabel") and self.num_targets is None:
             self.num_targets = self.hparams["num_targets"] = 1
 
     def on_fit_start(self) -> None:
@@ -134,5 +177,5 @@ class SupervisedModel(SizedModel):
         loss.update(measured.loss / count, weight=measured.valid)
         score.update(measured.score / count, weight=measured.valid)
         self.log(f"{stage}/loss", loss, batch_size=num_samples)
-        name = "mse" if self._has_values else "accuracy"
+        name = ("mae" if self.value_loss == "absolute" else "mse") if self._has_values else "accuracy"
         self.log(f"{stage}/{name}", score, prog_bar=True, batch_size=num_samples)

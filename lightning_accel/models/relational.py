@@ -21,7 +21,7 @@ from lightning_accel.models.graph_layers import (
 )
 from lightning_accel.models.graph_marking import Marking, choose_marking
 from lightning_accel.models.hooks import keep_plain_hyperparameters, list_of_str, name_classes, require_class_names
-from lightning_accel.models.masked_loss import MaskedLoss, SupervisedModel, masked_loss
+from lightning_accel.models.masked_loss import MaskedLoss, MeanAUROC, SupervisedModel, masked_loss
 from lightning_accel.nn.relational.pooling import Estimate, RelationalPooling
 from lightning_accel.ops.options import options_of, read_options
 from lightning_accel.ops.renames import renamed_arguments
@@ -30,7 +30,7 @@ from lightning_accel.ops.triples.find import Triples
 from lightning_accel.strategies import PipelineStrategy
 
 Level: TypeAlias = Literal["graph", "node"]
-TargetKind: TypeAlias = Literal["classification", "regression"]
+TargetKind: TypeAlias = Literal["classification", "multilabel", "regression"]
 _SIZES = ("num_features", "edge_dim", "num_relations", "num_classes", "num_targets")
 
 
@@ -40,7 +40,7 @@ class RelationalGNN(SupervisedModel):
     Three options, alone or together, distinguish graphs that message passing cannot:
 
     - ``layers.conv="RO3Conv"``: each layer sees triangles and 2-paths (:class:`lightning_accel.RO3Conv`);
-    - ``triple_readout``: the readout of graphs adds the sum over all triangles and 2-paths
+    - ``layers.triple_readout``: the readout of graphs adds the sum over all triangles and 2-paths
       (:class:`lightning_accel.nn.RelationalOrder3Pooling`);
     - ``marking``: the mean over runs in which one, two or three nodes are marked, joined by edges or any
       (:class:`lightning_accel.nn.RelationalPooling`), the most expressive. Training marks one random tuple per
@@ -48,21 +48,22 @@ class RelationalGNN(SupervisedModel):
 
     Batches are those of PyTorch Geometric: ``x`` (N, F) floating, or absent for ones (N, 1); ``edge_index`` (2, M);
     ``edge_attr``, (M, edge_dim) floating or (M,) types; ``y``: (B,) or (N,) classes, ``IGNORED`` (-100) for missing
-    ones, or values (B,), (B, K), (N,) or (N, K), NaN for missing ones; ``triangle_index`` if
+    ones, or values or labels of 0 and 1, (B,), (B, K), (N,) or (N, K), NaN for missing ones; ``triangle_index`` if
     :class:`lightning_accel.data.AddRelationalTriples` was applied.
 
     For ``level="node"``, targets are those of the nodes in ``target_index``, see
     :class:`lightning_accel.GraphDataModule`; or those in ``train_mask``, ``val_mask`` and ``test_mask`` in the
     respective stage, and the first ``batch_size`` nodes of PyG's neighbour loaders.
 
-    The loss is cross entropy, or the squared error of values in standard deviations of the training targets if the
-    datamodule provides them: its sum over all valid targets of the batch, on all processes, divided by their number, so
-    that W processes train as one with all graphs does, except for ``layers.norm="batch"``, which normalizes each
-    process's graphs.
+    The loss is cross entropy, of labels that of each by itself, or the squared or absolute error of values in standard
+    deviations of the training targets if the datamodule provides them: its sum over all valid targets of the batch, on
+    all processes, divided by their number, so that W processes train as one with all graphs does, except for
+    ``layers.norm="batch"``, which normalizes each process's graphs.
 
-    Logged: ``train/loss``; ``loss`` and ``accuracy``, or ``mse`` of values in their own unit, under ``val/`` and
-    ``test/``, as means over all valid targets of the epoch. ``predict`` returns classes with their probability, or
-    values, and the standard error of what was averaged over marks.
+    Logged: ``train/loss``; ``loss`` and ``accuracy``, or ``mse`` or ``mae`` of values in their own unit, under ``val/``
+    and ``test/``, as means over all valid targets of the epoch; ``auroc`` of labels, the mean over those of which the
+    epoch has both values. ``predict`` returns classes with their probability,
+    probabilities of labels, or values, and the standard error of what was averaged over marks.
 
     Args:
         num_features: F; by default the datamodule's attribute of that name, as for the next six.
@@ -71,11 +72,11 @@ class RelationalGNN(SupervisedModel):
         edge_dim: number of features of an edge.
         num_relations: number of edge types.
         level: what has targets, ``graph`` or ``node``.
-        target_kind: ``classification`` or ``regression``.
+        target_kind: ``classification``; ``multilabel``, K labels that may be 1 together; or ``regression``.
+        error: which error of values is minimized and logged, ``squared`` or ``absolute``.
         layers: the options of the convolutions, see :class:`lightning_accel.models.ConvolutionLayers`; with
-            ``num_layers=0`` only the triples of ``triple_readout`` are used.
+            ``num_layers=0`` only the triples of ``layers.triple_readout`` are used.
         marking: which nodes are marked, see :class:`lightning_accel.models.Marking`; by default none.
-        triple_readout: add triangles and 2-paths to the readout of graphs, which is the sum over nodes.
         class_names: names of the classes for predictions; by default the datamodule's, if it has any.
         optimizer: creates the optimizer; called with the parameters.
 
@@ -115,9 +116,9 @@ class RelationalGNN(SupervisedModel):
         num_relations: int | None = None,
         level: Level | None = None,
         target_kind: TargetKind | None = None,
+        error: Literal["squared", "absolute"] = "squared",
         layers: ConvolutionLayers = ConvolutionLayers(),
         marking: Marking = Marking(),
-        triple_readout: bool = False,
         class_names: Sequence[str] | None = None,
         optimizer: OptimizerCallable = torch.optim.AdamW,
     ) -> None:
@@ -131,7 +132,7 @@ class RelationalGNN(SupervisedModel):
         self.level, self.target_kind = level, target_kind
         self.class_names = class_names
         self.convolutions, self.marking = layers, marking
-        self.triple_readout = triple_readout
+        self.value_loss = error
         self.make_optimizer = optimizer
         self._require_options()
         self.layers: GraphLayers | None = None
@@ -153,16 +154,19 @@ class RelationalGNN(SupervisedModel):
                 f"marking.num_nodes='auto' chooses the tuples, too; leave marking.tuples={marking.tuples!r} out, or "
                 "give the number of nodes"
             )
-        if not layers.num_layers and not self.triple_readout:
-            raise ValueError("layers.num_layers=0 leaves the edges out; give some, or triple_readout=True")
+        if not layers.num_layers and not layers.triple_readout:
+            raise ValueError("layers.num_layers=0 leaves the edges out; give some, or layers.triple_readout=True")
+        if self.value_loss not in ("squared", "absolute"):
+            raise ValueError(f"error must be squared or absolute; got {self.value_loss!r}")
         if not marking.num_nodes and marking != Marking():
             raise ValueError(
                 f"marking.tuples={marking.tuples!r}, samples={marking.samples} and train_samples="
                 f"{marking.train_samples} say which nodes are marked, but marking.num_nodes=0: give their number"
             )
-        if marking.num_nodes and self.triple_readout:
+        if marking.num_nodes and layers.triple_readout:
             raise ValueError(
-                "with marked nodes the readout is the sum over nodes and the marked ones; leave triple_readout out"
+                "with marked nodes the readout is the sum over nodes and the marked ones; leave layers.triple_readout "
+                "out"
             )
 
     def setup(self, stage: str) -> None:
@@ -221,8 +225,13 @@ class RelationalGNN(SupervisedModel):
                 f"RelationalGNN needs num_features of nodes, and num_classes or num_targets; got {known}. Pass them, "
                 "or train with a datamodule that has attributes so named, as GraphDataModule has"
             )
-        if self.level == "node" and self.triple_readout:
-            raise ValueError("triple_readout has no effect on level='node': leave it out")
+        if self.level == "node" and self.convolutions.triple_readout:
+            raise ValueError("layers.triple_readout has no effect on level='node': leave it out")
+        if self.target_kind != "regression" and self.value_loss != "squared":
+            raise ValueError(
+                f"error={self.value_loss!r} is of target_kind='regression', and this is {self.target_kind!r}: leave it "
+                "out"
+            )
         if self.target_kind == "classification":
             require_class_names(self.class_names, self.num_classes)
 
@@ -240,8 +249,11 @@ class RelationalGNN(SupervisedModel):
         if marks:
             width += dim * marks if self.level == "graph" else 0
         elif self.level == "graph":
-            self.readout = GraphReadout(dim, self.triple_readout)
+            self.readout = GraphReadout(dim, self.convolutions.triple_readout)
             width = self.readout.out_channels
+        if self.target_kind == "multilabel":
+            self.value_loss = "logistic"
+            self.val_auroc, self.test_auroc = MeanAUROC(), MeanAUROC()
         self.head = GraphHead(width, dim, num_scores)
         self.marked: RelationalPooling | None = None
         if marks:
@@ -327,7 +339,7 @@ class RelationalGNN(SupervisedModel):
         return torch.Generator().manual_seed(int(torch.randint(2**31, ())) + 2**31 * self.global_rank)
 
     def _triples(self, x: Tensor, edge_index: Tensor, triangle_index: Tensor | None) -> Triples | None:
-        if not (self.triple_readout or self.convolutions.conv == "RO3Conv"):
+        if not (self.convolutions.triple_readout or self.convolutions.conv == "RO3Conv"):
             return None
         return triples_of(edge_index, len(x), triangle_index)
 
@@ -344,7 +356,12 @@ class RelationalGNN(SupervisedModel):
     def _masked_loss(self, batch: Data, stage: str) -> MaskedLoss:
         target = self._target(batch, stage)
         unit = self.target_std if self.target_kind == "regression" else None
-        return masked_loss(self(*self._inputs(batch))[self._target_index(batch)], target, unit)
+        scores = self(*self._inputs(batch))[self._target_index(batch)]
+        if self.target_kind == "multilabel" and stage != "train":
+            metric = self.val_auroc if stage == "val" else self.test_auroc
+            metric.update(scores, target)
+            self.log(f"{stage}/auroc", metric, batch_size=self._num_samples(batch))
+        return masked_loss(scores, target, unit, self.value_loss)
 
     def _inputs(self, batch: Data) -> tuple[Any, ...]:
         x = batch.x
@@ -384,7 +401,7 @@ class RelationalGNN(SupervisedModel):
         target = batch.y
         if target is None:
             raise ValueError(f"RelationalGNN needs a target y in each batch of {stage}; got {batch}")
-        if self.target_kind == "regression" and not target.is_floating_point():
+        if self.target_kind != "classification" and not target.is_floating_point():
             target = target.float()
         rows = self._target_index(batch)
         mask = None if "target_index" in batch or self.level == "graph" else getattr(batch, f"{stage}_mask", None)
@@ -406,6 +423,8 @@ class RelationalGNN(SupervisedModel):
 
         - ``classification``: ``class``, (B,) int64, or a list of names if the model knows them, ``probability``,
           (B,), and ``score`` and its ``standard_error``, (B,), of that class before the softmax.
+        - ``multilabel``: ``probability`` that a label is 1, and its ``score`` before the sigmoid with its
+          ``standard_error``, (B, K) each.
         - ``regression``: ``value`` and its ``standard_error``, (B,), or (B, K) for several.
 
         Predicted nodes are those of ``target_index``, or the first ``batch_size``, or all.
@@ -414,6 +433,8 @@ class RelationalGNN(SupervisedModel):
         mean, error = (part[rows] for part in self.estimate(*self._inputs(batch)))
         if self.target_kind == "regression":
             return {"value": mean.squeeze(dim=-1), "standard_error": error.squeeze(dim=-1)}
+        if self.target_kind == "multilabel":
+            return {"probability": mean.sigmoid(), "score": mean, "standard_error": error}
         best = mean.argmax(dim=-1, keepdim=True)
         predictions = name_classes(mean, self.class_names)
         return {**predictions, "score": mean.gather(1, best)[:, 0], "standard_error": error.gather(1, best)[:, 0]}

@@ -5,6 +5,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from sklearn.metrics import roc_auc_score
 from torch import nn
 from torch_geometric.data import Batch, Data
 from torch_geometric.loader import DataLoader
@@ -12,6 +13,7 @@ from torch_geometric.loader import DataLoader
 from lightning_accel import ExactResume, GraphDataModule, RelationalGNN
 from lightning_accel.data import AddRelationalTriples, GeneratedGraphs, GraphBatches, GraphLayout
 from lightning_accel.models import ConvolutionLayers, Marking
+from lightning_accel.models.masked_loss import MeanAUROC
 from lightning_accel.strategies import PipelineStrategy
 from tests.ranks import run_ranks
 from tests.strategies.trained import SGD, fit, trainer
@@ -58,14 +60,15 @@ def accuracy_after(model, graphs, steps=60):
     [
         ("GINConv", {}, False),
         ("RO3Conv", {}, True),
-        pytest.param("GINConv", {"triple_readout": True}, True, marks=pytest.mark.slow),
+        pytest.param("GINConv", {"layers.triple_readout": True}, True, marks=pytest.mark.slow),
         pytest.param("GINConv", {"marking": Marking(1)}, True, marks=pytest.mark.slow),
         pytest.param("GINConv", {"marking": Marking(2)}, True, marks=pytest.mark.slow),
         ("GINConv", {"marking": Marking(3)}, True),
     ],
 )
 def test_two_triangles_and_a_hexagon(conv, options, learns):
-    layers = ConvolutionLayers(conv, dim=16, num_layers=3, norm="none")
+    readout = options.pop("layers.triple_readout", False)
+    layers = ConvolutionLayers(conv, dim=16, num_layers=3, norm="none", triple_readout=readout)
     model = RelationalGNN(1, 2, **GRAPHS, layers=layers, **options)
     accuracy = accuracy_after(model, triangles_and_hexagons())
     assert accuracy == 1 if learns else accuracy == 0.5
@@ -385,7 +388,7 @@ def layers(**options):
     ("options", "message"),
     [
         ({"marking": Marking(samples=3)}, r"say which nodes are marked, but marking\.num_nodes=0"),
-        ({"marking": Marking(1), "triple_readout": True}, "with marked nodes the readout is the sum"),
+        ({"marking": Marking(1), **layers(triple_readout=True)}, "with marked nodes the readout is the sum"),
         (layers(num_layers=0), r"layers\.num_layers=0 leaves the edges out"),
         (layers(num_layers=-1), r"layers\.num_layers must be at least 0.*got -1 and 64"),
         ({"marking": Marking(-1)}, "marking.num_nodes must be 0 or more, or 'auto'; got -1"),
@@ -398,8 +401,10 @@ def layers(**options):
         (layers(conv="PNAConv"), "PNAConv cannot be built of.*aggregators"),
         (layers(conv="GraphNorm"), "GraphNorm takes x and batch, and no edge_index"),
         ({"class_names": ["a"]}, "num_classes is 2, but there are 1 class_names"),
-        ({"level": "node", "triple_readout": True}, "no effect on level='node'"),
+        ({"level": "node", **layers(triple_readout=True)}, "no effect on level='node'"),
         ({"marking": Marking(tuples="edges")}, "say which nodes are marked, but marking.num_nodes=0"),
+        ({"error": "absolute"}, r"error='absolute' is of target_kind='regression', and this is 'classification'"),
+        ({"error": "huber"}, "error must be squared or absolute; got 'huber'"),
         ({"marking": Marking(4)}, "connected tuples have 1, 2 or 3 marks, got 4"),
     ],
 )
@@ -493,8 +498,7 @@ def test_bfloat16_counts_triangles_as_well():
             global_batch_size=30,
         )
         model = RelationalGNN(
-            layers=ConvolutionLayers(dim=16, num_layers=0),
-            triple_readout=True,
+            layers=ConvolutionLayers(dim=16, num_layers=0, triple_readout=True),
             optimizer=lambda p: torch.optim.AdamW(p, lr=0.01),
         )
         run = trainer(max_steps=300, limit_val_batches=0, precision=precision)
@@ -549,7 +553,7 @@ def test_stored_triangles_are_those_that_count():
     """The model goes by ``triangle_index`` where a batch has it, and finds the same without."""
     batch = Batch.from_data_list([AddRelationalTriples()(one) for one in triangles_and_hexagons(4)])
     model = RelationalGNN(
-        1, 2, **GRAPHS, layers=ConvolutionLayers(dim=5, num_layers=2, norm="none"), triple_readout=True
+        1, 2, **GRAPHS, layers=ConvolutionLayers(dim=5, num_layers=2, norm="none", triple_readout=True)
     ).eval()
     x, edge_index, _, graph, size, stored = model._inputs(batch)
     assert stored.shape == (3, 4)
@@ -577,3 +581,83 @@ def test_trains_in_bf16_parameters_on_graphs_whose_features_no_precision_convert
     run = fit("graphs", precision="bf16-true", optimizer=SGD, num_rows=8, max_steps=1)
     assert run.global_step == 1
     assert run.lightning_module.dtype == torch.bfloat16
+
+
+def labelled_graphs(number=40):
+    """Graphs with an isolated part for each label that is 1; the third label is missing now and then."""
+    found = []
+    for i in range(number):
+        labels = [i % 2, i // 2 % 2, i // 4 % 2]
+        x = torch.tensor([[1.0, 0, 0]] * (1 + labels[0]) + [[0, 1.0, 0]] * (1 + labels[1]) + [[0, 0, 1.0]] * 1)
+        y = torch.tensor([[*labels[:2], torch.nan if i % 3 else float(labels[0])]])
+        found.append(Data(x, torch.tensor([[0, 1], [1, 0]]), y=y))
+    return found
+
+
+def test_labels_are_learned_each_by_itself_and_missing_ones_count_for_nothing():
+    torch.manual_seed(0)
+    data = GraphDataModule(
+        dataset=labelled_graphs(), layout=GraphLayout(target_kind="multilabel"), global_batch_size=14
+    )
+    layers = ConvolutionLayers("GINConv", dim=8, num_layers=1, norm="none")
+    model = RelationalGNN(layers=layers, optimizer=lambda p: torch.optim.AdamW(p, lr=0.03))
+    run = trainer(max_steps=90)
+    run.fit(model, datamodule=data)
+    assert (model.num_targets, model.num_classes) == (3, None)
+    figures = run.test(model, datamodule=data, verbose=False)[0]
+    assert figures["test/accuracy"] == figures["test/auroc"] == 1
+    scores, targets, missing = torch.randn(6, 2), torch.randint(2, (6, 2)).float(), torch.tensor([[torch.nan, 1.0]])
+    batch = SimpleNamespace(y=torch.cat([targets, missing]))
+    shown = RelationalGNN(1, num_targets=2, level="graph", target_kind="multilabel", layers=layers)
+    shown._inputs, shown._target = (lambda batch: ()), (lambda batch, stage: batch.y)
+    shown.forward = lambda: torch.cat([scores, torch.zeros(1, 2)])
+    measured = shown._masked_loss(batch, "train")
+    expected = F.binary_cross_entropy_with_logits(scores, targets, reduction="sum") + torch.tensor(2.0).log()
+    torch.testing.assert_close(measured.loss, expected)
+    assert measured.valid == 13
+    assert measured.score == ((scores > 0) == targets.bool()).sum()
+    assert set(run.predict(model, datamodule=data)[0]) == {"probability", "score", "standard_error"}
+
+
+def test_the_area_under_the_curve_leaves_labels_of_one_value_out():
+    metric = MeanAUROC()
+    scores = torch.randn(50, 3)
+    targets = torch.randint(2, (50, 3)).float()
+    targets[:, 1] = 1
+    targets[::4, 2] = torch.nan
+    metric.update(scores[:20], targets[:20])
+    metric.update(scores[20:], targets[20:])
+    known = ~targets[:, 2].isnan()
+    expected = [roc_auc_score(targets[:, 0], scores[:, 0]), roc_auc_score(targets[known, 2], scores[known, 2])]
+    assert float(metric.compute()) == pytest.approx(sum(expected) / 2)
+    metric.reset()
+    metric.update(scores[:, 1:2], targets[:, 1:2])
+    assert metric.compute().isnan()
+
+
+def test_absolute_errors_are_minimized_and_logged():
+    torch.manual_seed(0)
+    graphs = [Data(torch.ones(2, 1), torch.tensor([[0], [1]]), y=torch.tensor([y])) for y in (0.0, 1.0, 50.0) * 5]
+    model = RelationalGNN(
+        1, num_targets=1, level="graph", target_kind="regression", error="absolute",
+        layers=ConvolutionLayers("GINConv", dim=4, num_layers=1, norm="none"),
+        optimizer=lambda p: torch.optim.Adam(p, lr=0.05),
+    )  # fmt: skip
+    run = trainer(max_steps=300)
+    run.fit(model, train_dataloaders=DataLoader(graphs, batch_size=15))
+    figures = run.test(model, DataLoader(graphs, batch_size=15), verbose=False)[0]
+    assert "test/mse" not in figures
+    assert figures["test/mae"] == figures["test/loss"] == pytest.approx(50 / 3, abs=0.3)  # that of the median, 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "y", "message"),
+    [
+        ("multilabel", [[0.0, 0.5]], r"labels are 0 or 1, and NaN where they are missing; graph 0 of .* has 0\.5"),
+        ("classification", [[0, 1]], "for labels of 0 and 1 to multilabel"),
+    ],
+)
+def test_targets_of_another_kind_are_refused(kind, y, message):
+    graphs = [Data(torch.ones(1, 1), torch.zeros(2, 0).long(), y=torch.tensor(y)) for _ in range(20)]
+    with pytest.raises(ValueError, match=message):
+        GraphDataModule(dataset=graphs, layout=GraphLayout(target_kind=kind, level="graph")).setup()

@@ -255,6 +255,11 @@ class GraphDataModule(L.LightningDataModule):
     def _sharded_graphs(self) -> ShardedGraphs:
         assert self.path is not None
         level, kind = self.layout.level or "graph", self.layout.target_kind or "classification"
+        if kind == "multilabel":
+            raise ValueError(
+                f"layout.target_kind=multilabel is for graphs in memory, and {self.path} is read in parts; set it to "
+                "regression, or give one file"
+            )
         return ShardedGraphs(self.path, replace(self.layout, level=level, target_kind=kind), self.shares, self.seed)
 
     def setup(self, stage: str | None = None) -> None:
@@ -371,14 +376,18 @@ class GraphDataModule(L.LightningDataModule):
         self.class_names, self.target_names = splits.class_names, splits.target_names
         self.num_classes = None if splits.class_names is None else len(splits.class_names)
         self.num_targets = self.target_mean = self.target_std = None
-        if splits.kind == "regression":
+        if splits.kind != "classification":
             target = splits.training_targets()
+            if splits.kind == "multilabel":
+                _require_labels(splits.graphs, self._source_name())
             self.num_targets = target.shape[1]
             if lacking := target.isnan().all(0).nonzero().flatten().tolist():
                 raise ValueError(
                     f"target {lacking[0]}, counted from 0, of {self._source_name()} has no value in what trains; leave "
                     "it out, or change the split"
                 )
+            if splits.kind == "multilabel":
+                return
             mean = target.nanmean(0)
             std = (target - mean).square().nanmean(0).sqrt()
             self.target_mean, self.target_std = mean.tolist(), torch.where(std > 0, std, 1).tolist()
@@ -512,3 +521,14 @@ class GraphDataModule(L.LightningDataModule):
 
     def _loader(self, rows: Items, shuffle: bool) -> ResumableLoader:
         return resumable_loader(rows, self._sampler(rows, shuffle), self, self.num_workers)
+
+
+def _require_labels(graphs: Sequence[Data], where: str) -> None:
+    """Raise a ValueError unless targets are 0, 1 or NaN."""
+    for number, graph in enumerate(graphs):
+        wrong = graph.y[~((graph.y == 0) | (graph.y == 1) | graph.y.isnan())]
+        if len(wrong):
+            raise ValueError(
+                f"labels are 0 or 1, and NaN where they are missing; graph {number} of {where} has {wrong[0].item()}. "
+                "Set layout.target_kind to regression for quantities"
+            )

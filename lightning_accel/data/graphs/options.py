@@ -20,8 +20,8 @@ class GraphLayout:
     Args:
         level: whether a target belongs to a ``graph`` or a ``node``; by default, nodes if ``y`` of a data set has an
             entry for each node, or if the table of nodes has the target, else graphs.
-        target_kind: a class (``classification``) or numbers (``regression``); by default classes, for a data set with
-            floating ``y`` numbers.
+        target_kind: a class (``classification``), numbers (``regression``), or labels of 0 and 1 that are predicted
+            each by itself (``multilabel``, in memory); by default classes, for a data set with floating ``y`` numbers.
         target: column or field of the target in a file, by default ``y``, or several with one number each; for
             ``substructures``, which of them to count, by default all seven.
         nodes_path: table of nodes that accompanies an edge list.

@@ -160,7 +160,7 @@ def file_splits(
     for graph, target in zip(read.graphs, y.split(sizes), strict=True):
         graph.y = target
     splits = GraphSplits(read.graphs, *parts, read.level, kind, of_nodes, classes, None, read.ids, read.node_ids)
-    if kind == "regression":
+    if kind != "classification":
         splits.target_names = list(names) if len(names) == (1 if y.ndim == 1 else y.shape[1]) else None
     return splits
 
@@ -274,7 +274,7 @@ def _shape_targets(graphs: Sequence[Data], level: Level, kind: TargetKind, where
                 f"as that of the first graph; got shape {tuple(graph.y.shape)}"
             )
         graph.y = y[:, 0] if y.shape[1] == 1 else y
-    if kind == "regression":
+    if kind != "classification":
         for graph in graphs:
             graph.y = graph.y.float()
         return None
@@ -282,7 +282,8 @@ def _shape_targets(graphs: Sequence[Data], level: Level, kind: TargetKind, where
     if y.ndim > 1 or (y != y.round()).any():
         raise ValueError(
             f"y of {where} must hold one class each; got shape {tuple(graphs[0].y.shape)} of {y.dtype}. For quantities "
-            "set layout.target_kind to regression; choose one of several classes with a transform"
+            "set layout.target_kind to regression, for labels of 0 and 1 to multilabel; choose one of several classes "
+            "with a transform"
         )
     present = y[y >= 0].unique().long()
     if len(present) < 2:

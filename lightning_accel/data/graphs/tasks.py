@@ -17,7 +17,7 @@ from lightning_accel.data.graphs.substructures import SUBSTRUCTURES, count_of_gr
 
 Family = Literal["erdos_renyi", "regular"]
 Level = Literal["graph", "node"]
-TargetKind = Literal["classification", "regression"]
+TargetKind = Literal["classification", "multilabel", "regression"]
 
 CSL_SKIPS = (2, 3, 4, 5, 6, 9, 11, 12, 13, 16)
 _CSL_NODES = 41
