@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch_geometric.nn import GPSConv
 from torch_geometric.utils import scatter
 
 from lightning_accel.nn.relational.layers import RelationalOrder3Pooling, RO3Conv
@@ -31,6 +32,10 @@ class ConvolutionLayers:
         num_layers: number of convolutions.
         norm: norm after each convolution.
         dropout: dropout after each convolution.
+        attention_heads: heads of an attention of all nodes of a graph to each other, beside each convolution; both, a
+            perceptron after their sum, residuals and norms make a block of GPS (Rampášek et al. 2022,
+            https://arxiv.org/abs/2205.12454). 0 for none. Nodes need features that tell where they are, such as
+            ``torch_geometric.transforms.AddRandomWalkPE`` adds.
         triple_readout: add triangles and 2-paths to the readout of graphs, which is the sum over nodes.
     """
 
@@ -40,6 +45,7 @@ class ConvolutionLayers:
     num_layers: int = 4
     norm: NormName = "batch"
     dropout: float = 0.0
+    attention_heads: int = 0
     triple_readout: bool = False
 
 
@@ -82,10 +88,40 @@ class GraphBlock(nn.Module):
         return self.dropout(self.norm(features).relu())
 
 
-class GraphLayers(nn.Module):
-    """Encode nodes and edges and apply a stack of :class:`GraphBlock`: nodes (N, F) to (N, D)."""
+class AttentionBlock(nn.Module):
+    """Apply a convolution and an attention within each graph side by side, and a perceptron to their sum."""
 
-    def __init__(self, encoder: nn.Module, edge_encoder: nn.Module | None, blocks: list[GraphBlock]) -> None:
+    def __init__(self, conv: nn.Module, dim: int, heads: int, norm: NormName, dropout: float) -> None:
+        super().__init__()
+        kind = {"batch": "batch_norm", "layer": "layer_norm", "none": None}[norm]
+        options = {"mode": "node"} if norm == "layer" else None
+        self.block = GPSConv(
+            dim, conv, heads, dropout, norm=kind, norm_kwargs=options, attn_kwargs={"dropout": dropout}
+        )
+        self._edge_name = _parameter_names(conv)[2:3]
+
+    def forward(
+        self,
+        x: Tensor,
+        edge_index: Tensor,
+        edge_attr: Tensor | None = None,
+        triples: Triples | None = None,
+        batch: Tensor | None = None,
+    ) -> Tensor:
+        """Map nodes ``x`` (N, D) of the graphs ``batch`` (N,), ascending, to (N, D)."""
+        optional: dict[str, Any] = {"triples": triples} if isinstance(self.block.conv, RO3Conv) else {}
+        if edge_attr is not None:
+            optional[self._edge_name[0]] = edge_attr
+        if batch is not None:  # without graphs that have no nodes, whose attention is NaN
+            batch = batch.unique_consecutive(return_inverse=True)[1]
+        features: Tensor = self.block(x, edge_index, batch, **optional)
+        return features
+
+
+class GraphLayers(nn.Module):
+    """Encode nodes and edges and apply a stack of blocks, such as :class:`GraphBlock`: nodes (N, F) to (N, D)."""
+
+    def __init__(self, encoder: nn.Module, edge_encoder: nn.Module | None, blocks: list[nn.Module]) -> None:
         super().__init__()
         self.encoder = encoder
         self.edge_encoder = edge_encoder
@@ -114,11 +150,19 @@ def make_layers(num_features: int, edges: EdgeKind, options: ConvolutionLayers) 
     if edges.num_relations is not None and "num_relations" not in signature(kind).parameters:
         edge_encoder = nn.Embedding(edges.num_relations, dim)
         edges = EdgeKind(dim=dim)
-    blocks = []
+    blocks = list[nn.Module]()
     for _ in range(options.num_layers):
         layer = make_conv(kind, dim, edges, options.conv_options or {})
         require_width(layer, dim, edges)
-        blocks.append(GraphBlock(layer, dim, options.norm, options.dropout))
+        if not options.attention_heads:
+            blocks.append(GraphBlock(layer, dim, options.norm, options.dropout))
+            continue
+        if "batch" in _parameter_names(layer):
+            raise ValueError(
+                f"layers.attention_heads adds attention to a convolution over edges; {kind.__name__} takes batch, and "
+                "mixes the nodes of a graph itself. Choose another conv, or leave attention_heads out"
+            )
+        blocks.append(AttentionBlock(layer, dim, options.attention_heads, options.norm, options.dropout))
     return GraphLayers(nn.Linear(num_features, dim), edge_encoder, blocks)
 
 

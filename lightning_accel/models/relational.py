@@ -147,6 +147,10 @@ class RelationalGNN(SupervisedModel):
                 "layers.num_layers must be at least 0, and layers.dim at least 1; got "
                 f"{layers.num_layers} and {layers.dim}"
             )
+        if layers.attention_heads < 0 or (layers.attention_heads and layers.dim % layers.attention_heads):
+            raise ValueError(
+                f"layers.attention_heads must divide layers.dim={layers.dim}, or be 0; got {layers.attention_heads}"
+            )
         if marking.num_nodes != "auto" and (not isinstance(marking.num_nodes, int) or marking.num_nodes < 0):
             raise ValueError(f"marking.num_nodes must be 0 or more, or 'auto'; got {marking.num_nodes!r}")
         if marking.num_nodes == "auto" and marking.tuples is not None:

@@ -9,6 +9,7 @@ from sklearn.metrics import roc_auc_score
 from torch import nn
 from torch_geometric.data import Batch, Data
 from torch_geometric.loader import DataLoader
+from torch_geometric.transforms import AddRandomWalkPE
 
 from lightning_accel import ExactResume, GraphDataModule, RelationalGNN
 from lightning_accel.data import AddRelationalTriples, GeneratedGraphs, GraphBatches, GraphLayout
@@ -403,6 +404,8 @@ def layers(**options):
         ({"class_names": ["a"]}, "num_classes is 2, but there are 1 class_names"),
         ({"level": "node", **layers(triple_readout=True)}, "no effect on level='node'"),
         ({"marking": Marking(tuples="edges")}, "say which nodes are marked, but marking.num_nodes=0"),
+        (layers(attention_heads=3), "layers.attention_heads must divide layers.dim=64, or be 0; got 3"),
+        (layers(attention_heads=4, conv="GPSConv", conv_options={"channels": 64, "conv": None}), "GPSConv takes batch"),
         ({"error": "absolute"}, r"error='absolute' is of target_kind='regression', and this is 'classification'"),
         ({"error": "huber"}, "error must be squared or absolute; got 'huber'"),
         ({"marking": Marking(4)}, "connected tuples have 1, 2 or 3 marks, got 4"),
@@ -661,3 +664,56 @@ def test_targets_of_another_kind_are_refused(kind, y, message):
     graphs = [Data(torch.ones(1, 1), torch.zeros(2, 0).long(), y=torch.tensor(y)) for _ in range(20)]
     with pytest.raises(ValueError, match=message):
         GraphDataModule(dataset=graphs, layout=GraphLayout(target_kind=kind, level="graph")).setup()
+
+
+@pytest.mark.parametrize("conv", ["RO3Conv", "GINEConv"])
+def test_attention_beside_a_convolution_stays_within_each_graph(conv):
+    """Two graphs and one without nodes between them, against each alone and the formula of GPS by hand."""
+    torch.manual_seed(0)
+    layers = ConvolutionLayers(conv, dim=8, num_layers=2, norm="layer", attention_heads=2)
+    model = RelationalGNN(3, 2, **GRAPHS, edge_dim=2, layers=layers).double()
+    first, second = (
+        (torch.randn(nodes, 3).double(), edges, torch.randn(edges.shape[1], 2).double())
+        for nodes, edges in ((6, HEXAGON), (4, torch.tensor([[0, 1], [1, 3]])))
+    )
+    x, edge_attr = (torch.cat([first[i], second[i]]) for i in (0, 2))
+    edge_index = torch.cat([first[1], second[1] + 6], dim=1)
+    batch = torch.tensor([0] * 6 + [2] * 4)
+    found = model(x, edge_index, edge_attr, batch, 3)
+    alone = [model(*graph) for graph in (first, second)]
+    torch.testing.assert_close(found[[0, 2]], torch.cat(alone), **CLOSE)
+    found[[0, 2]].sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
+
+    block = model.layers.blocks[0]
+    gps, h = block.block, torch.randn(6, 8).double()
+    edges = torch.randn(6, 2).double()
+    near = gps.norm1(gps.conv(h, HEXAGON, edges) + h)
+    query, key, value = (h @ gps.attn.in_proj_weight.T + gps.attn.in_proj_bias).view(6, 3, 2, 4).permute(1, 2, 0, 3)
+    mixed = F.scaled_dot_product_attention(query, key, value).transpose(0, 1).reshape(6, 8)
+    far = gps.norm2(gps.attn.out_proj(mixed) + h)
+    expected = gps.norm3(near + far + gps.mlp(near + far))
+    torch.testing.assert_close(block(h, HEXAGON, edges), expected, **CLOSE)
+
+
+def test_positional_encodings_are_features():
+    torch.manual_seed(0)
+    graphs = [graph(edges, y) for edges, y in ((TRIANGLES, 0), (HEXAGON, 1)) for _ in range(10)]
+    for one in graphs:
+        one.edge_index = torch.cat([one.edge_index, one.edge_index.flip(0)], dim=1)
+        one.x = torch.randint(2, (6, 1))
+    walk = AddRandomWalkPE(4)
+    data = GraphDataModule(dataset=graphs, transform=walk, global_batch_size=10)
+    layers = ConvolutionLayers("GINConv", dim=8, num_layers=1, attention_heads=2)
+    model = RelationalGNN(layers=layers, optimizer=lambda p: torch.optim.AdamW(p, lr=0.01))
+    run = trainer(max_steps=30)
+    run.fit(model, datamodule=data)
+    assert data.num_features == 2 + 4
+    sample = data.train_dataset[0]
+    alone = walk(Data(edge_index=sample.edge_index, num_nodes=6)).random_walk_pe
+    assert torch.equal(sample.x[:, 2:], alone)
+    assert "random_walk_pe" not in sample
+    assert run.test(model, datamodule=data, verbose=False)[0]["test/accuracy"] == 1  # message passing has .5
+    graphs[3].random_walk_pe = torch.zeros(6, 4)
+    with pytest.raises(ValueError, match="one alone has random_walk_pe"):
+        GraphDataModule(dataset=graphs).setup()

@@ -104,7 +104,9 @@ class GraphDataModule(L.LightningDataModule):
             Zachary's club and its two factions. See ``tasks``.
         dataset: data set of PyG, such as ``torch_geometric.datasets.TUDataset``; with ``split.val_dataset`` and
             ``split.test_dataset``, the training graphs.
-        transform: transform of PyG, called once for each graph, in ``setup``.
+        transform: transform of PyG, called once for each graph, in ``setup``. Positional encodings that it adds by the
+            usual names, those of ``AddRandomWalkPE`` and ``AddLaplacianEigenvectorPE``, become features of nodes, after
+            those of ``x``.
         layout: where targets are, and how files store graphs, see :class:`lightning_accel.data.GraphLayout`.
         generated: which graphs of ``substructures`` there are, see :class:`lightning_accel.data.GeneratedGraphs`.
         split: what validates and tests, see :class:`lightning_accel.data.GraphSplitOptions`.
@@ -368,7 +370,7 @@ class GraphDataModule(L.LightningDataModule):
 
     def _describe(self, splits: GraphSplits, features: Features, read: FileGraphs | None) -> None:
         self.level, self.target_kind = splits.level, splits.kind
-        self.num_features, self.edge_dim = features.num_features, features.edge_dim
+        self.num_features, self.edge_dim = features.width, features.edge_dim
         self.num_relations = features.num_relations
         self.feature_names, self.relation_names = (
             (None, None) if read is None else (read.feature_names, read.relation_names)

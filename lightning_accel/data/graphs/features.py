@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -11,18 +11,25 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 _MOST_TYPES = 10_000
+_ENCODINGS = "random_walk_pe", "laplacian_eigenvector_pe"  # as PyG's transforms name them
 
 
 @dataclass(frozen=True)
 class Features:
     """Describe the features of the nodes and edges of a set of graphs."""
 
-    num_features: int  # F, after one-hot encoding
+    num_features: int  # of x, after one-hot encoding
     node_types: list[int] | None = None  # number of values of each column of x, if it holds whole numbers
     edge_types: list[int] | None = None  # likewise of edge_attr
     edge_dim: int | None = None  # D, None unless edges have features
     num_relations: int | None = None  # number of edge types, None unless each edge has one type
     has_x: bool = True  # else nodes get a single constant 1
+    encodings: Mapping[str, int] = field(default_factory=dict)  # attributes of nodes that follow x, and their widths
+
+    @property
+    def width(self) -> int:
+        """Return F."""
+        return self.num_features + sum(self.encodings.values())
 
 
 def features_of(graphs: Sequence[Data], where: str, lines: Sequence[str] = ()) -> Features:
@@ -42,9 +49,11 @@ def features_of(graphs: Sequence[Data], where: str, lines: Sequence[str] = ()) -
     nodes, edges = (_column_types(graphs, names, key, where) for key in ("x", "edge_attr"))
     node_types, width = nodes if nodes else (None, 1)
     edge_types, edge_width = edges if edges else (None, None)
+    columns = {name: _column_types(graphs, names, name, where) for name in _ENCODINGS}
+    encodings = {name: found[1] for name, found in columns.items() if found}
     if edge_types is not None and len(edge_types) == 1:
-        return Features(width, node_types, edge_types, None, edge_types[0], nodes is not None)
-    return Features(width, node_types, edge_types, edge_width, None, nodes is not None)
+        return Features(width, node_types, edge_types, None, edge_types[0], nodes is not None, encodings)
+    return Features(width, node_types, edge_types, edge_width, None, nodes is not None, encodings)
 
 
 def _require_edges(graph: Data, what: str) -> None:
@@ -69,7 +78,7 @@ def _column_types(
             raise ValueError(f"{name} of {where} and its first one differ: one alone has {key}")
         if found is None:
             continue
-        rows = graph.num_nodes if key == "x" else graph.num_edges
+        rows = graph.num_edges if key == "edge_attr" else graph.num_nodes
         if not isinstance(found, Tensor) or found.ndim not in (1, 2) or len(found) != rows:
             got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise ValueError(f"{key} of {name} of {where} must be ({rows}, ...) of numbers; got {got}")
@@ -101,7 +110,7 @@ def _column_types(
 
 
 def _has_items(graph: Data, key: str) -> bool:
-    return bool(graph.num_nodes if key == "x" else graph.num_edges)
+    return bool(graph.num_edges if key == "edge_attr" else graph.num_nodes)
 
 
 def _as_columns(values: Tensor) -> Tensor:
@@ -126,6 +135,9 @@ def apply_features(graph: Data, features: Features, where: str) -> Data:
         graph.x = _encode(graph, "x", features.node_types, features.num_features, where)
     else:
         graph.x = torch.ones(graph.num_nodes or 0, 1)
+    for name, width in features.encodings.items():
+        graph.x = torch.cat([graph.x, _encode(graph, name, None, width, where)], dim=1)
+        del graph[name]
     if features.num_relations is not None:
         graph.edge_attr = _validated_types(graph, "edge_attr", features.edge_types or [], where)[:, 0]
     elif features.edge_dim is not None:
@@ -138,6 +150,7 @@ def _fill_empty(graph: Data, features: Features) -> None:
     for key, types, width, has in (
         ("x", features.node_types, features.num_features, features.has_x),
         ("edge_attr", features.edge_types, features.edge_dim, features.edge_dim or features.num_relations),
+        *((name, None, width, True) for name, width in features.encodings.items()),
     ):
         if not _has_items(graph, key):
             if key in graph:
