@@ -328,10 +328,11 @@ class RelationalGNN(SupervisedModel):
         """Return the output of ``forward`` and its standard error: 0 unless ``marking.samples`` tuples were drawn."""
         if self.marked is None:
             mean = self(x, edge_index, edge_attr, batch, size, triangle_index)
-            return Estimate(mean, torch.zeros_like(mean))
+            return Estimate(mean, torch.zeros_like(mean), torch.ones_like(mean[:, :1], dtype=torch.int64))
         edge_attr = edge_attr if self._uses_edges else None
-        mean, error = self.marked.estimate(x, edge_index, edge_attr, batch, size)
-        return Estimate(self._unscale(mean), error * self.target_std if self._has_values else error)
+        found = self.marked.estimate(x, edge_index, edge_attr, batch, size)
+        error = found.standard_error * self.target_std if self._has_values else found.standard_error
+        return Estimate(self._unscale(found.mean), error, found.num_samples)
 
     def _mark_generator(self) -> torch.Generator | None:
         """Create a generator for the marks of training, since processes that are seeded alike would mark equal nodes.
@@ -434,7 +435,7 @@ class RelationalGNN(SupervisedModel):
         Predicted nodes are those of ``target_index``, or the first ``batch_size``, or all.
         """
         rows = self._target_index(batch)
-        mean, error = (part[rows] for part in self.estimate(*self._inputs(batch)))
+        mean, error, _ = (part[rows] for part in self.estimate(*self._inputs(batch)))
         if self.target_kind == "regression":
             return {"value": mean.squeeze(dim=-1), "standard_error": error.squeeze(dim=-1)}
         if self.target_kind == "multilabel":

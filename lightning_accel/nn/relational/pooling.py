@@ -23,7 +23,10 @@ from lightning_accel.nn.relational.copies import (
     sort_by_graph,
 )
 from lightning_accel.nn.relational.marked_tuples import TupleKind, find_tuples, resolve_marks
+from lightning_accel.ops.extras import import_on_use
 from lightning_accel.ops.float32 import at_least_float32, without_autocast
+
+stats = import_on_use("scipy.stats")
 
 # parts of the messages of torch for a linear layer or a sum
 _MISMATCH_MESSAGES = "shapes cannot be multiplied", "same dtype", "scalar type"
@@ -34,6 +37,22 @@ class Estimate(NamedTuple):
 
     mean: Tensor
     standard_error: Tensor  # standard error of the mean, in its shape; zero where nothing was sampled
+    num_samples: Tensor  # (rows, 1) int64, number of tuples of which it is the mean
+
+    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """Return the ends of the confidence interval of the exact mean by Student's t, in its shape.
+
+        With two samples its half is 12.7 standard errors at a level of .95, with ten 2.3.
+
+        Args:
+            level: probability with which the interval covers the exact mean, if samples are normally distributed.
+        """
+        if not 0 < level < 1:
+            raise ValueError(f"level must lie in (0, 1); got {level}")
+        freedom = (self.num_samples - 1).clamp(min=1).cpu()
+        quantile = torch.from_numpy(stats.t.ppf((1 + level) / 2, freedom.numpy())).to(self.mean)
+        half = quantile * self.standard_error
+        return self.mean - half, self.mean + half
 
 
 class RelationalPooling(nn.Module):
@@ -148,8 +167,8 @@ class RelationalPooling(nn.Module):
             generator: random number generator, on any device.
 
         Returns:
-            Mean and error, (B, D) each, or (N, D) for nodes; float32, or float64 like ``x``. Only the mean has a
-            gradient. The error includes the factor sqrt(1 - samples / tuples) for finitely many tuples.
+            Mean and error, (B, D) each, or (N, D) for nodes, float32, or float64 like ``x``; and the number of samples.
+            Only the mean has a gradient. The error includes the factor sqrt(1 - samples / tuples) for finitely many tuples.
 
         Raises:
             ValueError: if inputs are invalid, or there are more than 2**23 tuples and ``samples`` is None.
@@ -319,7 +338,7 @@ class _RunningMoments:
         assert self.sum is not None
         mean = self.sum / self.count.clamp(min=1)
         if self.squares is None:
-            return Estimate(mean.to(self.dtype), torch.zeros_like(mean, dtype=self.dtype))
+            return Estimate(mean.to(self.dtype), torch.zeros_like(mean, dtype=self.dtype), self.count.long())
         left = (1 - self.count / tuples[:, None]).clamp(min=0)
         variance = self.squares / (self.count - 1).clamp(min=1) / self.count.clamp(min=1)
-        return Estimate(mean.to(self.dtype), (variance * left).sqrt().to(self.dtype))
+        return Estimate(mean.to(self.dtype), (variance * left).sqrt().to(self.dtype), self.count.long())

@@ -211,16 +211,20 @@ def test_samples_are_unbiased_and_their_error_is_known(kind, level):
     pooling = pooling_of(kind, level=level, chunk_size=10**6)
     with torch.no_grad():
         exact = pooling(x, edge_index)
-        mean, error = pooling.estimate(
+        found = pooling.estimate(
             x.repeat(copies, 1), (edge_index[:, None] + shift).flatten(1), samples=samples,
             batch=torch.arange(copies).repeat_interleave(12),
         )  # fmt: skip
-    mean, error = mean.reshape(copies, -1), error.reshape(copies, -1)
+    mean, error, low, high = (
+        part.reshape(copies, -1) for part in (found.mean, found.standard_error, *found.interval(0.9))
+    )
     spread = mean.std(0)
     assert (mean.mean(0) - exact.flatten()).abs().max() < 4.5 * (spread / copies**0.5).max()
     torch.testing.assert_close(error.square().mean(0).sqrt(), spread, rtol=0.15, atol=1e-12)
     covered = ((mean - exact.flatten()).abs() < 1.96 * error).double().mean()
     assert 0.85 < covered < 0.97, covered  # 8 samples: Student's t has 0.91
+    covered = ((low < exact.flatten() + 1e-12) & (exact.flatten() - 1e-12 < high)).double().mean()
+    assert 0.85 < covered < 0.95, covered
 
 
 @pytest.mark.parametrize("level", ["graph", "node"])
@@ -255,10 +259,15 @@ def test_one_draw_a_step_is_unbiased():
 def test_more_samples_than_tuples_is_exact():
     pooling = pooling_of("edges", samples=30)
     x, edge_index, _, batch = as_tensors(nx.path_graph(3), nx.complete_graph(6))
-    mean, error = pooling.estimate(x, edge_index, batch=batch)
+    mean, error, number = pooling.estimate(x, edge_index, batch=batch)
     assert not error.any()
+    assert number.tolist() == [[4], [30]]
     torch.testing.assert_close(mean, mean_by_loop(pooling, x, edge_index, batch=batch), rtol=0, atol=1e-10)
-    mean, error = pooling.estimate(x, edge_index, batch=batch, samples=10)
+    _, error, number = found = pooling.estimate(x, edge_index, batch=batch, samples=10)
+    assert number.tolist() == [[4], [10]]
+    low, high = found.interval()
+    torch.testing.assert_close((high - low)[1], 2 * 2.2621572 * error[1], rtol=1e-6, atol=0)  # nine degrees of freedom
+    assert torch.equal(low[0], high[0])
     assert not error[0].any()
     assert error[1].all()
 
@@ -304,7 +313,7 @@ def test_more_permutations_than_can_be_numbered():
     pooling = RelationalPooling(Sums(1 + 25), "full", max_nodes=25).eval()
     with pytest.raises(ValueError, match="give samples"):
         pooling(torch.ones(25, 1), ptr.new_zeros(2, 0))
-    mean, error = pooling.estimate(torch.ones(25, 1), ptr.new_zeros(2, 0), samples=3)
+    mean, error, _ = pooling.estimate(torch.ones(25, 1), ptr.new_zeros(2, 0), samples=3)
     assert mean.shape == (1, 4 * 26)
     assert error.any()
 
