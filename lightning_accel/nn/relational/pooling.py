@@ -168,7 +168,8 @@ class RelationalPooling(nn.Module):
 
         Returns:
             Mean and error, (B, D) each, or (N, D) for nodes, float32, or float64 like ``x``; and the number of samples.
-            Only the mean has a gradient. The error includes the factor sqrt(1 - samples / tuples) for finitely many tuples.
+            Only the mean has a gradient. The error includes the factor sqrt(1 - samples / tuples) for finitely many
+            tuples.
 
         Raises:
             ValueError: if inputs are invalid, or there are more than 2**23 tuples and ``samples`` is None.
