@@ -8,11 +8,11 @@ synthetic accessibility and less the atoms by which the largest ring exceeds six
 molecules (Jin et al. 2018, https://arxiv.org/abs/1802.04364). Nodes have their element, charge and hydrogens, edges
 their kind of bond, and with attention nodes have random-walk encodings of 16 steps, as GPS has on ZINC.
 
-Each model trains for as many seconds of the process's CPU time on one thread, on batches of 64 molecules, by AdamW on
-the absolute error, with a learning rate that rises for a tenth of the time and falls to zero by a cosine. Preparation
+Each model trains for as many seconds of CPU time on one thread, on batches of 64 molecules, by AdamW on the absolute
+error, with a learning rate that rises for a tenth of the time and falls to zero by a cosine. Preparation
 (encodings, triangles) is not counted; it is done once for a data set. The learning rate of each model is the better of
-two on validation molecules, with a seed that is not reported. Figures are of test molecules, the mean over seeds and its
-standard error.
+two on validation molecules, with a seed that is not reported. Figures are of test molecules, the mean over seeds and
+its standard error.
 
 The baseline is GPS as PyTorch Geometric's example has it: GPSConv with a GINEConv and four heads, sums of nodes.
 """

@@ -2,6 +2,7 @@
 
 python benchmarks/brec.py --data FOLDER [--quick] [--subjects "marks 1" ...] [--files basic ...] [--seeds 0 1 ...]
     [--pairs 0:80:2] [--json FILE]
+python benchmarks/brec.py --data FOLDER --ceilings
 
 FOLDER holds the arrays of graph6 strings of GraphPKU/BREC (customize/Data/raw), in which pairs follow each other.
 
@@ -12,6 +13,9 @@ differences of copies of one of the graphs, the reliability check, does not. As 
 by 32, which makes it harder to exceed. Where this differs: numbers are float64; T^2 is computed from differences
 divided by their standard deviation, the same number without rounding; a pair that fails the reliability check does not
 count; training lasts 5 epochs, and sees one tuple of each graph at a time, where there are marks. Evaluation is exact.
+``--ceilings`` trains nothing, and counts the pairs that any network of a kind with 20 layers could tell apart, or with
+10 layers where any two nodes are marked (more tell no more here).
+
 Pairs that refinement of colours proves alike to every network of the subject's kind (``refinement_hash``, its column
 ``alike``) are not trained, and count as not told apart.
 
@@ -139,6 +143,16 @@ SUBJECTS: dict[str, Any] = {
     "marks 1 and 2": lambda: Marked({1: 20, 2: 4}),
     "marks 3": lambda: Marked({3: 4}),
     "2 marks, any": lambda: Marked({2: 10}, "all"),
+}
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "message passing": {"num_layers": 20},
+    "RO3Conv": {"num_layers": 20, "triples": True},
+    "1 mark": {"num_layers": 20, "marks": 1},
+    "RO3Conv, 1 mark": {"num_layers": 20, "marks": 1, "triples": True},
+    "2 marks": {"num_layers": 20, "marks": 2},
+    "2 marks, any": {"num_layers": 10, "marks": 2, "tuples": "all"},
 }
 
 
@@ -294,6 +308,22 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         )
 
 
+def count_ceilings(folder: Path) -> None:
+    """Print how many pairs refinement tells apart, by category and kind of network."""
+    parts = {category: files for category, files in CATEGORIES.items() if len(files) == 1}
+    parts |= {file: [file] for file in CATEGORIES["Regular"]} | {"total": FILES}
+    told = {
+        (kind, file): sum(
+            len({int(refinement_hash(torch.ones(nodes, 1), arcs, **options)) for nodes, arcs in pair}) == 2
+            for pair in read_pairs(folder, file)
+        )
+        for kind, options in KINDS.items() for file in FILES
+    }  # fmt: skip
+    print(f"| kind | {' | '.join(parts)} |\n| --- |{' ---: |' * len(parts)}")
+    for kind in KINDS:
+        print(f"| {kind} | {' | '.join(str(sum(told[kind, file] for file in files)) for files in parts.values())} |")
+
+
 def as_slice(text: str) -> slice:
     return slice(*(int(part) if part else None for part in text.split(":")))
 
@@ -316,6 +346,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder of basic.npy, regular.npy, ..")
     parser.add_argument("--quick", action="store_true", help="each 20th pair of basic, regular and extension")
+    parser.add_argument("--ceilings", action="store_true", help="count what networks could tell apart at most")
     parser.add_argument("--subjects", nargs="+", default=["GIN", "marks 1", "marks 2"], choices=[*SUBJECTS])
     parser.add_argument("--files", nargs="+", default=FILES, choices=FILES)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="the protocol has ten")
@@ -327,6 +358,9 @@ def main() -> None:
     torch.set_default_dtype(torch.float64)
     warnings.filterwarnings("ignore", message="Sparse CSR")
     check()
+    if arguments.ceilings:
+        count_ceilings(arguments.data)
+        return
     figures = {}
     for seed in arguments.seeds:
         for subject in arguments.subjects:

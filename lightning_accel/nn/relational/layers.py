@@ -160,7 +160,8 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
     which for almost all maps b is injective on the finitely many features of a graph, identifies the node's own part of
     GIN's sum, as GIN's eps does. It also distinguishes, for example, two triangles from a hexagon, which 1-WL cannot.
     It is bounded by 3-WL (folklore 2-WL): it never distinguishes strongly regular graphs with equal parameters, nor
-    circulant graphs without triangles.
+    circulant graphs without triangles. With one marked node (:class:`~lightning_accel.nn.RelationalPooling`) it
+    distinguishes the strongly regular graphs of the benchmark BREC.
 
     Values grow with the square of the degree and of the features: in a deep network, normalise after each layer.
 

@@ -62,8 +62,12 @@ class RelationalPooling(nn.Module):
     h = base_gnn([x, one-hot marks of t], edge_index).
 
     With ``tuples="edges"`` it distinguishes graphs that message passing and order-3 subsets cannot (Rook 4x4 and
-    Shrikhande); with ``"nodes"`` and enough layers, circulant graphs; with ``marks="full"`` all graphs, if the base is
-    expressive enough. The head is applied before the mean, as a mean of linear functions of h is less expressive.
+    Shrikhande), as it does with ``"nodes"`` and a base of :class:`~lightning_accel.RO3Conv`; with ``"nodes"`` and
+    enough layers, circulant graphs; with two marks and ``"all"``, most of the distance-regular graphs of the benchmark
+    BREC; with ``marks="full"`` all graphs, if the base is expressive enough. What it cannot distinguish is found by
+    :func:`~lightning_accel.nn.refinement_hash`.
+
+    The head is applied before the mean, as a mean of linear functions of h is less expressive.
 
     In training, ``train_samples`` random tuples are drawn per graph, by default one (pi-SGD): a convex loss is then on
     average an upper bound of the loss of the mean. In evaluation all tuples are averaged, or ``samples`` of each graph,
