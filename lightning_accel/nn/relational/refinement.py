@@ -167,13 +167,8 @@ def _mark(colour: Tensor, marked: Tensor) -> Tensor:
 
 
 def _read_out(colour: Tensor, copies: Copies) -> Tensor:
-    """Return a hash (T,) of the multiset of the colours of each copy, and of its marked nodes in their order."""
-    total = colour.new_zeros(len(copies.marked)).index_add_(0, copies.copy, _mix(colour))
-    for nodes in copies.marked.unbind(dim=1):
-        there = nodes >= 0
-        own = colour[nodes.clamp(min=0)] if len(colour) else total
-        total = _join(total, torch.where(there, own, 0))
-    return _mix(total)
+    """Return a hash (T,) of the multiset of the colours of each copy; the colours of marked nodes are their own."""
+    return _mix(colour.new_zeros(len(copies.marked)).index_add_(0, copies.copy, _mix(colour)))
 
 
 def _row_hash(rows: Tensor) -> Tensor:
