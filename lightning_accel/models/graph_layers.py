@@ -112,8 +112,6 @@ class AttentionBlock(nn.Module):
         optional: dict[str, Any] = {"triples": triples} if isinstance(self.block.conv, RO3Conv) else {}
         if edge_attr is not None:
             optional[self._edge_name[0]] = edge_attr
-        if batch is not None:  # without graphs that have no nodes, whose attention is NaN
-            batch = batch.unique_consecutive(return_inverse=True)[1]
         features: Tensor = self.block(x, edge_index, batch, **optional)
         return features
 

@@ -262,6 +262,8 @@ def test_more_samples_than_tuples_is_exact():
     mean, error, number = pooling.estimate(x, edge_index, batch=batch)
     assert not error.any()
     assert number.tolist() == [[4], [30]]
+    pooling.samples = None
+    assert torch.equal(pooling.estimate(x, edge_index, batch=batch).num_samples, number)
     torch.testing.assert_close(mean, mean_by_loop(pooling, x, edge_index, batch=batch), rtol=0, atol=1e-10)
     _, error, number = found = pooling.estimate(x, edge_index, batch=batch, samples=10)
     assert number.tolist() == [[4], [10]]
