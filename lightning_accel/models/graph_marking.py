@@ -61,7 +61,8 @@ def compare_markings(graphs: Sequence[Data], layers: ConvolutionLayers = Convolu
             ``RO3Conv``, and else is taken for message passing.
 
     Raises:
-        ValueError: if a graph has no target for the whole of it.
+        ValueError: if there are no graphs, or one has no target for the whole of it; for ``layers.triple_readout``,
+            which excludes marks.
 
     >>> from torch_geometric.data import Data
     >>> edges = [[0, 1, 2, 3, 4, 5], [1, 2, 0, 4, 5, 3]], [[0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 0]]
@@ -69,10 +70,13 @@ def compare_markings(graphs: Sequence[Data], layers: ConvolutionLayers = Convolu
     >>> [found.alike for found in compare_markings(graphs, ConvolutionLayers("GINConv"))]
     [2, 0]
     """
+    if not graphs or layers.triple_readout:
+        found = "layers.triple_readout=True, which excludes marks" if graphs else "no graphs"
+        raise ValueError(f"markings are compared on graphs, for layers without a readout of triples; got {found}")
     hard = _alike(graphs, layers, Marking())
-    found = [Separation(Marking(), len(hard), 1.0)]
+    compared = [Separation(Marking(), len(hard), 1.0)]
     if not hard:
-        return found
+        return compared
     priced = [(_count_tuples(graphs, marks, kind), marks, kind) for marks, kind in _CANDIDATES]
     for copies, marks, kind in sorted(priced, key=lambda one: float(one[0].sum())):
         nodes = sum(float(copies[i]) * (graphs[i].num_nodes or 0) for i in hard)
@@ -80,10 +84,10 @@ def compare_markings(graphs: Sequence[Data], layers: ConvolutionLayers = Convolu
             continue
         marking = Marking(marks, None if MARKS.get(kind) == marks else kind)
         left = len(_alike([graphs[i] for i in hard], layers, marking))
-        found.append(Separation(marking, left, float(copies.mean())))
+        compared.append(Separation(marking, left, float(copies.mean())))
         if not left:
             break
-    return found
+    return compared
 
 
 def choose_marking(
@@ -96,7 +100,7 @@ def choose_marking(
     Args:
         graphs: training graphs, as for :func:`compare_markings`.
         layers: the options of the convolutions.
-        marking: the numbers of samples to return.
+        marking: the numbers of samples to return, if nodes are marked.
     """
     found = compare_markings(graphs, layers)
     best = min(found, key=lambda one: one.alike)  # the first, so the cheapest, of equals
@@ -105,6 +109,8 @@ def choose_marking(
         f"Of {len(graphs)} training graphs, {layers.num_layers} layers of {layers.conv} cannot tell from one with "
         f"another target: {tried}. Chosen: {_describe(best)}"
     )
+    if not best.marking.num_nodes:
+        return Marking()
     return replace(marking, num_nodes=best.marking.num_nodes, tuples=best.marking.tuples)
 
 

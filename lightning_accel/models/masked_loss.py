@@ -165,6 +165,18 @@ class SupervisedModel(SizedModel):
             self.log("train/loss", loss, prog_bar=True, sync_dist=True, batch_size=num_samples)
         return {"loss": loss, "weight": weight}
 
+    def on_validation_epoch_start(self) -> None:
+        super().on_validation_epoch_start()
+        self._sum_in_float32()
+
+    def on_test_epoch_start(self) -> None:
+        self._sum_in_float32()
+
+    def _sum_in_float32(self) -> None:
+        """Undo what a precision of bf16 weights does to metrics, whose sums would stop to grow."""
+        for metric in (self.val_loss, self.val_score, self.test_loss, self.test_score):
+            metric.set_dtype(torch.float32)
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self._evaluate(batch, "val", self.val_loss, self.val_score)
 

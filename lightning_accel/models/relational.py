@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 
 from lightning_accel._private.lightning import has_trainer
+from lightning_accel.data.graphs.splits import require_labels
 from lightning_accel.data.sequences.batch import IGNORED
 from lightning_accel.models.graph_layers import (
     ConvolutionLayers,
@@ -201,7 +202,11 @@ class RelationalGNN(SupervisedModel):
                 "marking.num_nodes='auto' compares the training graphs, which are the datamodule's attribute "
                 f"train_dataset, by their targets; got {found}. Give the number of nodes to mark"
             )
-        return [graphs[i] for i in range(len(graphs))]
+        seen = []
+        for graph in (graphs[i] for i in range(len(graphs))):
+            edges = self._edges(graph) if self._uses_edges else None
+            seen.append(Data(graph.x, graph.edge_index, edges, y=graph.y, num_nodes=graph.num_nodes))
+        return seen
 
     def _num_scores(self) -> int | None:
         """Return S, the number of scores."""
@@ -305,7 +310,10 @@ class RelationalGNN(SupervisedModel):
             triangle_index: (3, T) int64, if it is known.
         """
         if self.layers is None:
-            raise RuntimeError("the sizes of this RelationalGNN are not known yet; pass num_features and num_classes")
+            raise RuntimeError(
+                "the sizes of this RelationalGNN, or the nodes that 'auto' marks, are not known yet; pass num_features "
+                "and num_classes, and a number of nodes, or train it"
+            )
         edge_attr = edge_attr if self._uses_edges else None  # as in the steps
         if self.marked is not None:
             draws = self._mark_generator()
@@ -407,7 +415,9 @@ class RelationalGNN(SupervisedModel):
         if target is None:
             raise ValueError(f"RelationalGNN needs a target y in each batch of {stage}; got {batch}")
         if self.target_kind != "classification" and not target.is_floating_point():
-            target = target.float()
+            target = target.float().masked_fill(target == IGNORED, torch.nan)
+        if self.target_kind == "multilabel" and target.is_cpu:
+            require_labels(target, f"a batch of {stage}")
         rows = self._target_index(batch)
         mask = None if "target_index" in batch or self.level == "graph" else getattr(batch, f"{stage}_mask", None)
         if mask is not None:

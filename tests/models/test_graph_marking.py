@@ -60,6 +60,44 @@ def test_equal_graphs_of_unequal_targets_take_no_marks():
     assert choose_marking(graphs, GIN) == Marking()
 
 
+def test_graphs_that_differ_need_no_marks_and_checkpoints_load(tmp_path):
+    graphs = [Data(edge_index=HEXAGON[:, :n], num_nodes=6, y=torch.tensor([n % 2])) for n in (2, 3) * 10]
+    model = RelationalGNN(layers=GIN, marking=Marking("auto", samples=5, train_samples=2))
+    run = trainer(max_steps=1)
+    run.fit(model, datamodule=GraphDataModule(dataset=graphs))
+    assert model.marking == Marking()
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    assert RelationalGNN.load_from_checkpoint(tmp_path / "a.ckpt").marked is None
+
+
+@pytest.mark.parametrize("sees_edges", [False, True])
+def test_graphs_are_compared_by_what_the_model_sees_of_edges(sees_edges, caplog):
+    """Types of edges alone differ, and lie in edge_type, or are features that the model does not take."""
+    kinds = [torch.full((6,), y) for y in (0, 1)]
+    graphs = [
+        Data(
+            torch.ones(6, 1), HEXAGON, y=torch.tensor([i % 2]),
+            **{"edge_type" if sees_edges else "edge_attr": kinds[i % 2]},
+        )
+        for i in range(20)
+    ]  # fmt: skip
+    sizes = {"num_features": 1, "num_classes": 2, "level": "graph", "target_kind": "classification"}
+    sizes |= {"num_relations": 2} if sees_edges else {}
+    layers = ConvolutionLayers("RO3Conv", num_layers=1, dim=4)
+    model = RelationalGNN(layers=layers, marking=Marking("auto"), **sizes)
+    data = LightningDataset(graphs, graphs, batch_size=5, pin_memory=False)
+    with caplog.at_level(logging.INFO):
+        trainer(max_steps=1).fit(model, datamodule=data)
+    assert f"another target: {0 if sees_edges else 20} without marks" in caplog.text
+
+
+def test_readouts_of_triples_and_no_graphs_are_refused():
+    with pytest.raises(ValueError, match="got no graphs"):
+        compare_markings([], GIN)
+    with pytest.raises(ValueError, match="triple_readout=True, which excludes marks"):
+        compare_markings(circulants(1), ConvolutionLayers(triple_readout=True))
+
+
 def test_what_takes_too_long_is_left_out(monkeypatch):
     monkeypatch.setattr("lightning_accel.models.graph_marking._MOST_NODES", 20 * 41 * 164)
     assert [one.marking.num_nodes for one in compare_markings(circulants(), GIN)] == [0, 1, 2]

@@ -717,3 +717,25 @@ def test_positional_encodings_are_features():
     graphs[3].random_walk_pe = torch.zeros(6, 4)
     with pytest.raises(ValueError, match="one alone has random_walk_pe"):
         GraphDataModule(dataset=graphs).setup()
+
+
+def test_labels_of_whole_numbers_may_be_missing_and_others_are_refused_in_a_batch():
+    layers = ConvolutionLayers("GINConv", dim=4, num_layers=1)
+    model = RelationalGNN(1, num_targets=2, level="graph", target_kind="multilabel", layers=layers)
+    single = Data(torch.ones(1, 1), HEXAGON[:, :0])
+    batch = Batch.from_data_list([single, single])
+    batch.y = torch.tensor([[1, -100], [0, 1]])
+    assert model._masked_loss(batch, "train").valid == 3
+    batch.y = torch.tensor([[-1, 1], [0, 1]])
+    with pytest.raises(ValueError, match=r"labels are 0 or 1.*a batch of train has -1\.0"):
+        model._masked_loss(batch, "train")
+
+
+def test_metrics_are_float32_where_parameters_are_bf16():
+    """Sums in bf16 stop at 256."""
+    graphs = [graph(TRIANGLES, 0) for _ in range(300)] + [graph(HEXAGON, 1) for _ in range(100)]
+    model = RelationalGNN(1, 2, **GRAPHS, layers=ConvolutionLayers("GINConv", dim=4, num_layers=1))
+    run = trainer(precision="bf16-true")
+    figures = run.test(model, DataLoader(graphs, batch_size=1), verbose=False)[0]
+    figures |= run.validate(model, DataLoader(graphs, batch_size=1), verbose=False)[0]
+    assert {figures["test/accuracy"], figures["val/accuracy"]} <= {0.25, 0.75}

@@ -41,6 +41,7 @@ from lightning_accel.data.graphs.splits import (
     file_splits,
     generated_splits,
     keep_targets,
+    require_labels,
 )
 from lightning_accel.data.graphs.substructures import SUBSTRUCTURES
 from lightning_accel.data.graphs.tasks import Level, TargetKind
@@ -381,7 +382,8 @@ class GraphDataModule(L.LightningDataModule):
         if splits.kind != "classification":
             target = splits.training_targets()
             if splits.kind == "multilabel":
-                _require_labels(splits.graphs, self._source_name())
+                for number, graph in enumerate(splits.graphs):
+                    require_labels(graph.y, f"graph {number} of {self._source_name()}")
             self.num_targets = target.shape[1]
             if lacking := target.isnan().all(0).nonzero().flatten().tolist():
                 raise ValueError(
@@ -523,14 +525,3 @@ class GraphDataModule(L.LightningDataModule):
 
     def _loader(self, rows: Items, shuffle: bool) -> ResumableLoader:
         return resumable_loader(rows, self._sampler(rows, shuffle), self, self.num_workers)
-
-
-def _require_labels(graphs: Sequence[Data], where: str) -> None:
-    """Raise a ValueError unless targets are 0, 1 or NaN."""
-    for number, graph in enumerate(graphs):
-        wrong = graph.y[~((graph.y == 0) | (graph.y == 1) | graph.y.isnan())]
-        if len(wrong):
-            raise ValueError(
-                f"labels are 0 or 1, and NaN where they are missing; graph {number} of {where} has {wrong[0].item()}. "
-                "Set layout.target_kind to regression for quantities"
-            )

@@ -276,7 +276,8 @@ def _shape_targets(graphs: Sequence[Data], level: Level, kind: TargetKind, where
         graph.y = y[:, 0] if y.shape[1] == 1 else y
     if kind != "classification":
         for graph in graphs:
-            graph.y = graph.y.float()
+            missing = graph.y == IGNORED if kind == "multilabel" else torch.zeros_like(graph.y, dtype=torch.bool)
+            graph.y = graph.y.float().masked_fill(missing, torch.nan)
         return None
     y = torch.cat([graph.y for graph in graphs])
     if y.ndim > 1 or (y != y.round()).any():
@@ -343,3 +344,12 @@ def _masked_nodes(graph: Data, name: str, fold: int, where: str) -> np.ndarray:
             raise ValueError(f"{name} of {where} holds {mask.shape[1]} splits; got fold={fold}")
         mask = mask[:, fold]
     return np.flatnonzero((mask & has_target(graph.y)).numpy())
+
+
+def require_labels(y: Tensor, where: str) -> None:
+    """Raise a ValueError unless targets are 0, 1 or NaN."""
+    if len(wrong := y[~((y == 0) | (y == 1) | y.isnan())]):
+        raise ValueError(
+            f"labels are 0 or 1, and NaN where they are missing; {where} has {wrong[0].item()}. For quantities the "
+            "kind of target is regression"
+        )

@@ -5,6 +5,7 @@ Shapes: N nodes, M arcs, B graphs, k marks, T copies, F and D features of nodes 
 
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,15 +38,16 @@ def refinement_hash(
     whatever its weights. Different ones mean that wide enough networks exist which give them different outputs. Kinds
     are message passing (the refinement of colours of Weisfeiler and Leman), layers that also see triangles and paths
     (:class:`~lightning_accel.RO3Conv`), and the mean of either over marked nodes
-    (:class:`~lightning_accel.nn.RelationalPooling`).
+    (:class:`~lightning_accel.nn.RelationalPooling`). Of several arcs between two nodes, layers that see triangles see
+    the mean of their features, where numbers tell any proportions of features apart.
 
     Numbers are hashes of 64 bits: two that should differ are equal with a probability of about 2**-60. They are equal
     on every machine.
 
     Args:
-        x: (N, F), compared bit by bit.
+        x: (N, F), compared as float64, bit by bit.
         edge_index: (2, M) int64.
-        edge_attr: (M,) or (M, D), compared bit by bit.
+        edge_attr: (M,) or (M, D), likewise.
         batch: (N,) int64, the graph of each node; one graph by default.
         size: B; needed if the last graphs have no nodes.
         num_layers: number of layers, 0 or more.
@@ -75,19 +77,23 @@ def refinement_hash(
         size = 1 if size is None else size
     if size is None:
         size = int(batch.max()) + 1 if len(batch) else 0
+    if num_layers < 0 or marks < 0 or level not in ("graph", "node") or (tuples is not None and not marks):
+        raise ValueError(
+            f"num_layers and marks must be 0 or more, level 'graph' or 'node', and tuples None without marks; got "
+            f"{num_layers}, {marks}, {level!r} and {tuples!r}"
+        )
+    layout = sort_by_graph(edge_index, batch, size)
     node_colour, arc_colour = _row_hash(x), None if edge_attr is None else _row_hash(edge_attr)
-    owners = size if level == "graph" else len(x)
-    total = edge_index.new_zeros(owners)
     if not marks:
         whole = Copies(
             torch.arange(len(x), device=x.device), edge_index, edge_index[0], batch, batch.new_empty(size, 0)
         )
         colour = _refine(node_colour, arc_colour, whole, num_layers, triples)
         return _read_out(colour, whole) if level == "graph" else colour
-    layout = sort_by_graph(edge_index, batch, size)
     number, kind = resolve_marks(marks, tuples)
     space = find_tuples(kind, number, layout.ptr, *layout.ends)
     plan = plan_tuples(space, None, None)
+    owners, values = list[Tensor](), list[Tensor]()
     for begin, end in chunk_bounds(layout, plan, _CHUNK):
         graph, places = plan.part(space, begin, end)
         copies = copy_graphs(layout, graph, places)
@@ -95,10 +101,10 @@ def refinement_hash(
         arcs = None if arc_colour is None else arc_colour[copies.arc]
         colour = _refine(colour, arcs, copies, num_layers, triples)
         if level == "graph":
-            total.index_add_(0, graph, _mix(_read_out(colour, copies)))
-        else:
-            total.index_add_(0, copies.node, _mix(colour))
-    return total
+            colour = _read_out(colour, copies)
+        owners.append(graph if level == "graph" else copies.node)
+        values.append(colour)
+    return _proportions(torch.cat(owners), torch.cat(values), size if level == "graph" else len(x))
 
 
 def _refine(colour: Tensor, arc_colour: Tensor | None, copies: Copies, num_layers: int, triples: bool) -> Tensor:
@@ -150,12 +156,30 @@ def _factor(colour: Tensor, salt: int, node: Tensor, edge_colour: Tensor | None,
 
 
 def _edge_colour(arc_colour: Tensor, edge_index: Tensor, triples: Triples) -> Tensor:
-    """Return a hash (E,) of the multiset of the colours of all arcs between the ends of each edge, in any direction."""
+    """Return a hash (E,) of the proportions of the colours of all arcs between the ends of each edge."""
     proper = edge_index[0] != edge_index[1]
     low, high = edge_index[:, proper].sort(dim=0).values
     keys = triples.edge[0] * triples.num_nodes + triples.edge[1]
     place = torch.searchsorted(keys, low * triples.num_nodes + high)
-    return arc_colour.new_zeros(len(keys)).index_add_(0, place, _mix(arc_colour[proper]))
+    return _proportions(place, arc_colour[proper], len(keys))
+
+
+def _proportions(owner: Tensor, value: Tensor, owners: int) -> Tensor:
+    """Return a hash of the proportions of values that each owner has, since means see no more than these."""
+    order = value.argsort(stable=True)
+    order = order[owner[order].argsort(stable=True)]
+    owner, value = owner[order], value[order]
+    if not len(owner):
+        return value.new_zeros(owners)
+    changes = (owner[1:] != owner[:-1]) | (value[1:] != value[:-1])
+    first = torch.cat([changes.new_ones(1), changes]).nonzero()[:, 0]
+    count = torch.cat([first, first.new_tensor([len(owner)])]).diff()
+    owner, value = owner[first], value[first]
+    present, starts = np.unique(owner.cpu().numpy(), return_index=True)
+    divisor = torch.ones(owners, dtype=torch.int64)
+    divisor[torch.from_numpy(present)] = torch.from_numpy(np.gcd.reduceat(count.cpu().numpy(), starts))
+    count = count // divisor.to(count.device)[owner]
+    return value.new_zeros(owners).index_add_(0, owner, _mix(value) * count)
 
 
 def _mark(colour: Tensor, marked: Tensor) -> Tensor:
@@ -174,7 +198,7 @@ def _read_out(colour: Tensor, copies: Copies) -> Tensor:
 def _row_hash(rows: Tensor) -> Tensor:
     """Return a hash of each row of (n,) or (n, F) numbers; 0 and -0 are equal."""
     rows = rows[:, None] if rows.ndim == 1 else rows.flatten(1)
-    bits = (rows.double() + 0.0).view(torch.int64) if rows.is_floating_point() else rows.long()
+    bits = (rows.double() + 0.0).view(torch.int64)
     return _mix(_mix(bits + _mix(torch.arange(bits.shape[1], device=bits.device))).sum(dim=1))
 
 

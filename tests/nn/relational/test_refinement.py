@@ -205,3 +205,24 @@ def test_zero_has_no_sign_and_columns_have_an_order():
     rows = torch.tensor([[0.0, 1.0], [-0.0, 1.0], [1.0, 0.0]])
     found = refinement_hash(rows, none, num_layers=0, level="node")
     assert found[0] == found[1] != found[2]
+
+
+def test_means_see_proportions_alone():
+    """An isolated node beside one edge and beside two, and edges whose arcs are listed once or twice."""
+    one, two = torch.tensor([[0, 1], [1, 0]]), torch.tensor([[0, 1, 3, 4], [1, 0, 4, 3]])
+    kind = {"num_layers": 2, "marks": 2, "level": "node"}
+    assert refinement_hash(torch.ones(3, 1), one, **kind)[2] == refinement_hash(torch.ones(5, 1), two, **kind)[2]
+    once, mixed = torch.tensor([1]), torch.tensor([1, 2])
+    seen = [
+        refinement_hash(torch.ones(2, 1), edges, kinds, num_layers=1, triples=True)
+        for edges, kinds in ((one[:, :1], once), (one, once.repeat(2)), (one, mixed))
+    ]
+    assert seen[0] == seen[1] != seen[2]
+
+
+@pytest.mark.parametrize("options", [{"num_layers": -1}, {"marks": -1}, {"level": "edge"}, {"tuples": "edges"}])
+def test_options_out_of_range_are_refused(options):
+    with pytest.raises(ValueError, match="num_layers and marks must be 0 or more"):
+        refinement_hash(torch.ones(2, 1), torch.tensor([[0], [1]]), **{"num_layers": 1} | options)
+    with pytest.raises(ValueError, match="must hold nodes from 0 to 1"):
+        refinement_hash(torch.ones(2, 1), torch.tensor([[0], [5]]), num_layers=1)
