@@ -38,8 +38,8 @@ def refinement_hash(
     whatever its weights. Different ones mean that wide enough networks exist which give them different outputs. Kinds
     are message passing (the refinement of colours of Weisfeiler and Leman), layers that also see triangles and paths
     (:class:`~lightning_accel.RO3Conv`), and the mean of either over marked nodes
-    (:class:`~lightning_accel.nn.RelationalPooling`). Features of several arcs between two nodes are averaged by RO3Conv,
-    and numbers differ where the proportions of these features do.
+    (:class:`~lightning_accel.nn.RelationalPooling`). Features of several arcs between two nodes are averaged by
+    RO3Conv, and numbers differ where the proportions of these features do.
 
     Numbers are hashes of 64 bits: two that should differ are equal with a probability of about 2**-60. They are equal
     on every machine.
