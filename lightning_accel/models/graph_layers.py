@@ -109,6 +109,8 @@ class AttentionBlock(nn.Module):
         batch: Tensor | None = None,
     ) -> Tensor:
         """Map nodes ``x`` (N, D) of the graphs ``batch`` (N,), ascending, to (N, D)."""
+        if not len(x):  # PyG's attention takes no batch without nodes
+            return x
         optional: dict[str, Any] = {"triples": triples} if isinstance(self.block.conv, RO3Conv) else {}
         if edge_attr is not None:
             optional[self._edge_name[0]] = edge_attr

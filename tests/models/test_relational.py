@@ -361,7 +361,7 @@ def test_predictions_tell_the_error_of_samples():
     assert set(exact["class"]) <= {"a", "b"}
     model.marked.samples = 3
     draws = [model.estimate(*model._inputs(data)) for _ in range(300)]
-    means, errors = (torch.stack(parts) for parts in zip(*draws, strict=True))
+    means, errors, _ = (torch.stack(parts) for parts in zip(*draws, strict=True))
     torch.testing.assert_close(
         means.mean(0), model.marked.eval()(*model._inputs(data)[:2], None, data.batch), atol=1, rtol=1
     )
@@ -684,6 +684,8 @@ def test_attention_beside_a_convolution_stays_within_each_graph(conv):
     torch.testing.assert_close(found[[0, 2]], torch.cat(alone), **CLOSE)
     found[[0, 2]].sum().backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
+    nothing = model(x[:0], edge_index[:, :0], edge_attr[:0], batch[:0], 2)
+    torch.testing.assert_close(nothing, found[1].expand(2, 2), **CLOSE)
 
     block = model.layers.blocks[0]
     gps, h = block.block, torch.randn(6, 8).double()
