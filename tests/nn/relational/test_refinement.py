@@ -226,3 +226,15 @@ def test_options_out_of_range_are_refused(options):
         refinement_hash(torch.ones(2, 1), torch.tensor([[0], [1]]), **{"num_layers": 1} | options)
     with pytest.raises(ValueError, match="must hold nodes from 0 to 1"):
         refinement_hash(torch.ones(2, 1), torch.tensor([[0], [5]]), num_layers=1)
+
+
+def test_triangles_are_told_by_the_edge_opposite_to_a_node():
+    """Node 0 has equal neighbours and paths in both graphs; only the edge that closes its triangle differs."""
+    torch.manual_seed(0)
+    edge_index = torch.tensor([[0, 0, 1, 1, 2], [1, 2, 2, 3, 4]])
+    kinds = torch.tensor([0, 0, 1, 0, 0]), torch.tensor([0, 0, 0, 1, 1])
+    conv, x = RO3Conv(1, 8, num_relations=2).double(), torch.ones(5, 1).double()
+    found = [refinement_hash(x, edge_index, kind, num_layers=1, triples=True, level="node")[0] for kind in kinds]
+    values = [conv(x, edge_index, kind)[0] for kind in kinds]
+    assert found[0] != found[1]
+    assert (values[0] - values[1]).abs().max() > 1e-6
