@@ -426,6 +426,11 @@ def has_amx() -> bool:
     return bool(cpu_capabilities().get("amx_bf16"))
 
 
+def multiplies_bfloat16() -> bool:
+    """Return whether this CPU has instructions for products of bfloat16."""
+    return has_amx() or bool(cpu_capabilities().get("avx512_bf16"))
+
+
 def has_vnni() -> bool:
     """Return whether this CPU multiplies int8 without overflow of the sum of two products."""
     found = cpu_capabilities()

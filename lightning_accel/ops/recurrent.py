@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_accel._private.torch import multiplies_bfloat16
+from lightning_accel.ops.recurrent_steps import has_fused_steps, recurrent_steps
+
 # Torch lays weights in bfloat16 in no one piece, nor is there one where a padded LSTM gets a column for lengths
 warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk", module=__name__)
 
@@ -29,14 +32,17 @@ def run_kernel(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Run torch's kernel on ``x`` (S, B, I); return the outputs of all steps (S, B, H) and the last states (B, H).
 
-    With ``batch_sizes``, int64 on the CPU, ``x`` (N, I) and the outputs have the layout of a PackedSequence.
+    With ``batch_sizes``, int64 on the CPU, ``x`` (N, I) and the outputs have the layout of a PackedSequence; LSTM and
+    GRU then run by :func:`recurrent_steps` where its kernel serves.
     """
     batched = [state[None] for state in states]
     layout = () if batch_sizes is None else (batch_sizes,)
     once = (True, 1, 0.0, training, False)  # biases, layers, dropout, training, bidirectional
     first = (False,) * (batch_sizes is None)  # batch_first
+    if batch_sizes is not None and has_fused_steps(cell, x, *states, *weights):
+        return recurrent_steps(x, states, weights, batch_sizes)
     kernel: Any = KERNELS[cell]
-    with _kernel_precision(x):
+    with _kernel_precision(cell, x):
         out, *new = kernel(x, *layout, batched if cell == "lstm" else batched[0], weights, *once, *first)
     # torch 2.11 compiles an LSTM on a GPU to states with one more dimension
     return out, tuple(state.reshape(state.shape[-2:]) for state in new)
@@ -168,9 +174,17 @@ def reverse_valid_steps(x: Tensor, lengths: Tensor | None) -> Tensor:
     return x[source, torch.arange(x.shape[1], device=x.device)]
 
 
-def _kernel_precision(x: Tensor) -> AbstractContextManager[object]:
-    """Return a context without autocast on CPU, where torch's kernels need one dtype and bf16 gains nothing."""
-    return torch.autocast(x.device.type, enabled=False) if x.device.type == "cpu" else nullcontext()
+def runs_in_bfloat16() -> bool:
+    """Return whether kernels of LSTM and GRU on this CPU run in bfloat16: if autocast asks for it and it saves time."""
+    is_asked = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
+    return is_asked and multiplies_bfloat16()
+
+
+def _kernel_precision(cell: str, x: Tensor) -> AbstractContextManager[object]:
+    """Return a context without autocast where torch's kernel on a CPU would fail in its dtype or be no faster."""
+    if x.device.type != "cpu" or (cell != "rnn" and x.dtype == torch.float32 and runs_in_bfloat16()):
+        return nullcontext()
+    return torch.autocast("cpu", enabled=False)
 
 
 def past_end(x: Tensor, lengths: Tensor) -> Tensor:

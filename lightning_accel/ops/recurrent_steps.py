@@ -3,23 +3,31 @@
 Shapes: N valid steps of all samples, B samples, T steps, I inputs, H hidden, G gates.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from lightning_accel._private.torch import in_forward_mode, in_transform
 from lightning_accel.ops.native import KERNELS
 
-Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+Weights = Sequence[Tensor | None]
+_CELLS: dict[str, Any] = {"rnn": torch.rnn_tanh_cell, "gru": torch.gru_cell, "lstm": torch.lstm_cell}
+_PLAIN = {Tensor, nn.Parameter}
+_FEW_SAMPLES = 4  # up to which a product with weights where they are is faster than torch's
 
 
 def recurrent_steps(
-    x: Tensor, states: tuple[Tensor, ...], weights: Weights, batch_sizes: Tensor, reverse: bool = False
+    x: Tensor, states: Sequence[Tensor], weights: Weights, batch_sizes: Tensor, reverse: bool = False
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Run a layer over the packed steps of all samples, as two products and one pass over time.
 
     The backward pass is one pass over time, too, and one product for each gradient; torch records each gate of each
-    step in place of it. All tensors are on the CPU, in one dtype: float32 or float64.
+    step in place of it. Second derivatives, of ``create_graph=True``, are those of torch's cells, a step at a time. All
+    tensors are on the CPU, in one dtype: float32 or float64. Under autocast in bfloat16 the products over all steps are
+    computed in it, and the pass over time is not.
 
     Args:
         x: (N, I) in the layout of a PackedSequence.
@@ -33,7 +41,7 @@ def recurrent_steps(
         The outputs of all steps (N, H), and the states after the last step that was read.
 
     Raises:
-        RuntimeError: if shapes disagree, or if second derivatives are asked for (``create_graph=True``).
+        RuntimeError: if shapes disagree.
 
     >>> x, states, weights = torch.zeros(2, 1), (torch.ones(1, 1),), (torch.zeros(3, 1), torch.zeros(3, 1), None, None)
     >>> recurrent_steps(x, states, weights, torch.tensor([1, 1]))[0].flatten()
@@ -44,40 +52,83 @@ def recurrent_steps(
     return out, tuple(new[: len(states)])
 
 
+def recurrent_step(cell: str, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Run one step of a layer without gradients, by one operation: for streams.
+
+    Args:
+        cell: ``rnn`` (tanh), ``gru`` or ``lstm``.
+        x: (B, I), in the dtype of the weights.
+        states: h (B, H), and c of an LSTM.
+        weights: ``weight_ih``, ``weight_hh``, ``bias_ih`` and ``bias_hh``, as of :func:`recurrent_steps`.
+
+    Returns:
+        The new states.
+
+    >>> weights = torch.zeros(3, 1), torch.zeros(3, 1), torch.zeros(3), torch.zeros(3)
+    >>> recurrent_step("gru", torch.zeros(1, 1), (torch.ones(1, 1),), weights)[0]
+    tensor([[0.5000]])
+    """
+    if x.shape[0] <= _FEW_SAMPLES and has_fused_steps(cell, x, *states, *weights):
+        new = tuple([state.contiguous().clone() for state in states])
+        c = new[1] if len(new) == 2 else None
+        factors = [weight.contiguous() for weight in weights]
+        torch.ops.lightning_accel_native.recurrent_step.default(x.contiguous(), new[0], c, *factors)
+        return new
+    found = _CELLS[cell](x, states if cell == "lstm" else states[0], *weights)
+    return found if cell == "lstm" else (found,)
+
+
+def has_fused_steps(cell: str, *tensors: Tensor) -> bool:
+    """Return whether the kernel of :func:`recurrent_steps` serves ``cell`` and ``tensors``, and nothing traces it.
+
+    All of ``tensors`` have the device and dtype of the first.
+    """
+    if cell not in ("gru", "lstm") or torch.compiler.is_compiling() or in_transform() or in_forward_mode():
+        return False
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
+        return False
+    first = tensors[0]
+    is_plain = first.dtype == torch.float32 and first.is_cpu and set(map(type, tensors)) <= _PLAIN
+    return is_plain and KERNELS.serves(first.device)
+
+
 class _Layer(torch.autograd.Function):
     """Save the values of the gates (N, G * H), h before each step, and c or what a GRU's reset gate multiplies."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor | None, ...]:
         x, h, c, weight_ih, weight_hh, bias_ih, bias_hh, batch_sizes, reverse = inputs
-        gates, bias = _enter(x, h, c, weight_ih, bias_ih, bias_hh)
-        h, c = h.clone(), None if c is None else c.clone()
+        is_mixed = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
+        ctx.dtype = torch.bfloat16 if is_mixed else x.dtype
+        with torch.autocast("cpu", enabled=False):
+            gates, bias = _enter(x, h, c, weight_ih, bias_ih, bias_hh, ctx.dtype)
+        first = h, c
+        h, c = h.clone(memory_format=torch.contiguous_format), c
+        c = None if c is None else c.clone(memory_format=torch.contiguous_format)
         run = torch.ops.lightning_accel_native.recurrent_steps if _kernel_serves(x) else _run_reference
         out, before, extra = run(gates, weight_hh.contiguous(), bias, h, c, batch_sizes, reverse)
-        ctx.save_for_backward(x, weight_ih, weight_hh, gates, before, extra, batch_sizes)
+        ctx.save_for_backward(x, *first, weight_ih, weight_hh, bias_ih, bias_hh, batch_sizes, gates, before, extra)
         ctx.reverse, ctx.has_cell = reverse, c is not None
         return out, h, c
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "fused recurrent steps have first derivatives alone, and create_graph=True asks for second ones: train "
-                "without fused_rnn of Speedups"
-            )
-        x, weight_ih, weight_hh, gates, before, extra, batch_sizes = ctx.saved_tensors
+            return _differentiable_gradients(ctx, gradients)
+        x, _, _, weight_ih, weight_hh, _, _, batch_sizes, gates, before, extra = ctx.saved_tensors
         d_out, d_h = gradients[0].contiguous(), gradients[1].clone(memory_format=torch.contiguous_format)
         d_c = gradients[2].clone(memory_format=torch.contiguous_format) if ctx.has_cell else None
         run = torch.ops.lightning_accel_native.recurrent_steps_backward if _kernel_serves(x) else _run_back_reference
         d_gates, d_hidden = run(d_out, d_h, d_c, gates, before, extra, weight_hh.contiguous(), batch_sizes, ctx.reverse)
         d_hidden = d_gates if ctx.has_cell else d_hidden
         wanted = ctx.needs_input_grad
+        factor, hidden_factor = d_gates.to(ctx.dtype), d_hidden.to(ctx.dtype)
         return (
-            d_gates @ weight_ih if wanted[0] else None,
+            (factor @ weight_ih.to(ctx.dtype)).to(x.dtype) if wanted[0] else None,
             d_h,
             d_c,
-            d_gates.t() @ x if wanted[3] else None,
-            d_hidden.t() @ before if wanted[4] else None,
+            (factor.t() @ x.to(ctx.dtype)).to(x.dtype) if wanted[3] else None,
+            (hidden_factor.t() @ before.to(ctx.dtype)).to(x.dtype) if wanted[4] else None,
             d_gates.sum(0) if wanted[5] else None,
             d_hidden.sum(0) if wanted[6] else None,
             None,
@@ -89,17 +140,42 @@ def _kernel_serves(x: Tensor) -> bool:
     return x.dtype == torch.float32 and KERNELS.serves(x.device)
 
 
+def _differentiable_gradients(ctx: Any, gradients: Any) -> tuple[Tensor | None, ...]:
+    """Compute gradients by running torch's cells again under autograd, which records them."""
+    *inputs, batch_sizes, _, _, _ = ctx.saved_tensors
+    x, h, c, *weights = inputs
+    parts: dict[int, Tensor] = {}
+    states: tuple[Tensor, ...] = (h,) if c is None else (h, c)
+    for size, at in _steps(batch_sizes, ctx.reverse):
+        some = tuple(state[:size] for state in states)
+        new = (torch.gru_cell(x[at], *some, *weights),) if c is None else torch.lstm_cell(x[at], some, *weights)
+        states = tuple(torch.cat([one, state[size:]]) for one, state in zip(new, states, strict=True))
+        parts[at.start] = new[0]
+    outputs = [torch.cat([parts[start] for start in sorted(parts)]), *states]
+    wanted = [one for one, needed in zip(inputs, ctx.needs_input_grad, strict=False) if needed]
+    found = iter(torch.autograd.grad(outputs, wanted, gradients[: len(outputs)], create_graph=True))
+    return tuple(next(found) if needed else None for needed in ctx.needs_input_grad)
+
+
 def _enter(
-    x: Tensor, h: Tensor, c: Tensor | None, weight_ih: Tensor, bias_ih: Tensor | None, bias_hh: Tensor | None
+    x: Tensor,
+    h: Tensor,
+    c: Tensor | None,
+    weight_ih: Tensor,
+    bias_ih: Tensor | None,
+    bias_hh: Tensor | None,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Return what the gates get from the input, with all biases but one: that of the state in a GRU's last gate."""
-    if bias_ih is None or bias_hh is None:
-        return x @ weight_ih.t(), x.new_zeros(0 if c is not None else h.shape[1])
-    if c is not None:
-        return torch.addmm(bias_ih + bias_hh, x, weight_ih.t()), x.new_empty(0)
-    last = 2 * h.shape[1]
-    bias = torch.cat([bias_ih[:last] + bias_hh[:last], bias_ih[last:]])
-    return torch.addmm(bias, x, weight_ih.t()), bias_hh[last:].contiguous()
+    last = 2 * h.shape[1] if c is None else len(weight_ih)
+    bias = None
+    if bias_ih is not None and bias_hh is not None:
+        bias = torch.cat([bias_ih[:last] + bias_hh[:last], bias_ih[last:]])
+    own = x.new_zeros(len(weight_ih) - last) if bias_hh is None else bias_hh[last:].contiguous()
+    if dtype == x.dtype:
+        return F.linear(x, weight_ih, bias), own
+    gates = F.linear(x.to(dtype), weight_ih.to(dtype)).to(x.dtype)
+    return gates if bias is None else gates.add_(bias), own
 
 
 def _steps(batch_sizes: Tensor, reverse: bool) -> list[tuple[int, slice]]:

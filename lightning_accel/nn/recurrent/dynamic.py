@@ -11,10 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence, pad_sequence
 
+from lightning_accel._private.torch import has_amx
 from lightning_accel.nn.features import require_floating, require_width
 from lightning_accel.nn.recurrent.layer import CELLS, CellName, RecurrentLayer, States
 from lightning_accel.nn.recurrent.layout import LanesLayout, PaddedLayout, SingleOpLayout, SortedLayout
 from lightning_accel.ops.float32 import at_least_float32
+from lightning_accel.ops.recurrent import runs_in_bfloat16
+from lightning_accel.ops.recurrent_steps import has_fused_steps
 
 Execution: TypeAlias = Literal["auto", "padded", "staircase", "packed", "lanes"]
 Pooling: TypeAlias = Literal["last", "mean", "max", "attention", "none"]
@@ -38,9 +41,12 @@ class DynamicRNN(nn.Module):
 
     ``execution`` selects how the steps are run; the results are equal. ``padded`` runs all sequences to the longest
     length, without waiting for a GPU; ``staircase`` sorts sequences by length and runs each step only for those that
-    have not ended; ``packed`` is torch's kernel for a PackedSequence; ``lanes`` concatenates sequences along time, for
-    scan cells. ``auto`` takes the fastest for the device, the cell and the lengths, as measured by
-    ``benchmarks/bench_rnn.py``.
+    have not ended; ``packed`` runs over a PackedSequence, by torch's kernel or, for the GRU and LSTM in float32 on a
+    CPU, by fused steps of our own; ``lanes`` concatenates sequences along time, for scan cells. ``auto`` takes the
+    fastest for the device, the cell, the precision and the lengths, as measured by ``benchmarks/bench_rnn.py``.
+
+    Under autocast in bfloat16, kernels of the GRU and LSTM run in it on CPUs that multiply it; in fused steps the
+    products over all steps do, and the pass over time stays in float32.
 
     Args:
         input_size: I.
@@ -177,9 +183,7 @@ class DynamicRNN(nn.Module):
             data = torch.cat(parts, dim=-1) if self.bidirectional else parts[0]
         output = layout.leave(data)
         pooled = self._pool(output, lengths, ends)
-        joined = tuple(torch.stack(each) for each in zip(*ends, strict=True))
-        new = (joined[0], joined[1]) if len(joined) == 2 else joined[0]
-        return RecurrentOutput(_unpad(output, lengths, form), pooled, new)
+        return RecurrentOutput(_unpad(output, lengths, form), pooled, _join(ends))
 
     def step(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """Run one step ``x`` (B, I), for streams; return the output (B, H) and the new state.
@@ -194,22 +198,25 @@ class DynamicRNN(nn.Module):
         ends: list[States] = []
         for layer, states in zip(self.layers, self._split_state(state, x), strict=True):
             assert isinstance(layer, RecurrentLayer)
-            if ends:
-                x = F.dropout(x, self.dropout, self.training)
+            if ends and self.training:
+                x = F.dropout(x, self.dropout)
             ends.append(layer.step(x, layer.zero_states(x, x.shape[0]) if states is None else states))
             x = ends[-1][0]
-        joined = tuple(torch.stack(each) for each in zip(*ends, strict=True))
-        return x, (joined[0], joined[1]) if len(joined) == 2 else joined[0]
+        return x, _join(ends)
 
-    def choose_execution(self, lengths: Tensor | None, device: torch.device) -> Execution:
-        """Return how to run samples of ``lengths`` (None if all steps are valid), by measured speed for ``auto``."""
+    def choose_execution(self, x: Tensor, lengths: Tensor | None) -> Execution:
+        """Return how to run samples ``x`` (B, T, I) of ``lengths`` (None if all steps are valid): see ``execution``."""
         if self.execution != "auto":
             return self.execution
-        if lengths is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return "padded"
-        if device.type != "cpu":
-            return "padded" if self._is_scan else "packed"
-        if lengths.numel() == 0 or bool((lengths == lengths[0]).all()):
+        if x.device.type != "cpu":
+            return "padded" if lengths is None or self._is_scan else "packed"
+        longest = 0 if lengths is None or not len(lengths) else int(lengths.max())
+        padding = 1 - int(lengths.sum()) / (longest * len(lengths)) if lengths is not None and longest else 0.0
+        if has_fused_steps(self.cell, *self.layers[0].parameters()):
+            return "packed" if self._fused_steps_pay(len(x), padding) else "padded"
+        if lengths is None or not padding:
             return "padded"
         if self._is_scan:
             return "lanes"
@@ -217,6 +224,20 @@ class DynamicRNN(nn.Module):
             return "staircase" if self._skipping_pays(lengths) else "padded"
         # forward alone, torch's packed kernels are fast on CPUs
         return "staircase" if torch.is_grad_enabled() else "packed"
+
+    def _fused_steps_pay(self, rows: int, padding: float) -> bool:
+        """Return whether fused steps are faster than torch's kernels with a share of ``padding`` in their steps.
+
+        Measured on Zen 5; with AMX, where an LSTM of equal lengths takes a quarter of the time in bfloat16, the column
+        that tells oneDNN the lengths costs what it saves.
+        """
+        in_bfloat16 = runs_in_bfloat16()
+        if self.cell == "gru":
+            multiplications = rows * 3 * self.hidden_size * (self.input_size + self.hidden_size)  # of a step
+            return not (in_bfloat16 and multiplications > _LARGE_STEP and padding < 0.1)
+        if in_bfloat16:
+            return padding > (0 if has_amx() else 0.2)
+        return padding > (0.1 if torch.is_grad_enabled() else 0.25)
 
     def _skipping_pays(self, lengths: Tensor) -> bool:
         """Return whether skipping ended sequences saves more time than one call of oneDNN's LSTM per length costs."""
@@ -256,7 +277,9 @@ class DynamicRNN(nn.Module):
     def _layout(self, x: Tensor, lengths: Tensor | None) -> "PaddedLayout | SortedLayout | LanesLayout":
         if self._runs_as_one_op:
             return SingleOpLayout(None if lengths is None else lengths.to(x.device))
-        execution = self.choose_execution(lengths, x.device)
+        execution = self.choose_execution(x, lengths)
+        if lengths is not None and execution == "padded" and _are_full(lengths, x.shape[1]):
+            lengths = None  # kernels without lengths are faster
         if execution == "padded" and x.shape[1] and x.shape[0]:
             return PaddedLayout(None if lengths is None else lengths.to(x.device))
         steps = x.shape[1]
@@ -284,9 +307,10 @@ class DynamicRNN(nn.Module):
                 f"the state of this {self.cell!r} is {'a pair (h, c), each' if needed == 2 else ''} (layers * "
                 f"directions, rows, hidden_size) = {shape}; got {[tuple(part.shape) for part in parts]}"
             )
-        return [tuple(part[i] for part in parts) for i in range(number)]
+        return [*zip(*(part.unbind() for part in parts), strict=True)]
 
 
+_LARGE_STEP = 16_000_000  # multiplications of a GRU's step from which torch's kernel in bfloat16 is the fastest
 _LSTM_CALL_OVERHEAD = 8_000_000  # multiplications that take as long as the overhead of a call, forward and backward
 _CELL_OF_TORCH: dict[str, CellName] = {"RNN_TANH": "rnn", "GRU": "gru", "LSTM": "lstm"}
 
@@ -329,6 +353,20 @@ def _check_lengths(lengths: Tensor | Sequence[int], x: Tensor) -> Tensor:
         if least < 0 or most > x.shape[1]:
             raise ValueError(f"lengths must be in [0, {x.shape[1]}], the steps of x; got {int(least)} to {int(most)}")
     return lengths.long()
+
+
+def _are_full(lengths: Tensor, steps: int) -> bool:
+    is_known = lengths.device.type == "cpu" and not torch.compiler.is_compiling()  # a GPU would have to be waited for
+    return is_known and bool((lengths == steps).all())
+
+
+def _join(ends: list[States]) -> State:
+    """Stack the states of all layers."""
+    if len(ends) == 1:
+        joined = [state[None] for state in ends[0]]
+    else:
+        joined = [torch.stack(each) for each in zip(*ends, strict=True)]
+    return (joined[0], joined[1]) if len(joined) == 2 else joined[0]
 
 
 def _unpad(output: Tensor, lengths: Tensor | None, form: "str | PackedSequence") -> Sequences:

@@ -5,7 +5,7 @@ Shapes: S steps, B samples, I inputs, H hidden, G gates, N valid steps of all sa
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_accel._private.torch import in_transform
 from lightning_accel.ops import gated_scan, linear_scan, recurrent_layer
 from lightning_accel.ops.recurrent import run_kernel, run_padded
+from lightning_accel.ops.recurrent_steps import recurrent_step
 from lightning_accel.ops.scan.linear import scan_terms
 
 CellName: TypeAlias = Literal["rnn", "gru", "lstm", "mingru", "minlstm"]
@@ -57,8 +58,8 @@ CELLS = {
     "mingru": Cell(2, 1),
     "minlstm": Cell(3, 1),
 }
+_WEIGHTS = "weight_ih", "weight_hh", "bias_ih", "bias_hh"
 _OF_TORCH = {"rnn": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}
-_STEPS_OF_TORCH: dict[str, Any] = {"rnn": torch.rnn_tanh_cell, "gru": torch.gru_cell, "lstm": torch.lstm_cell}
 # Signs of the biases with which a cell's first gates keep the state.
 _MEMORY_BIAS_SIGNS: dict[str, tuple[int, ...]] = {
     "rnn": (),
@@ -131,11 +132,10 @@ class RecurrentLayer(nn.Module):
 
     def _compact_weights(self) -> None:
         """Lay out weights on a GPU in one piece of memory, to which cuDNN would otherwise copy them in each call."""
-        names = "weight_ih", "weight_hh", "bias_ih", "bias_hh"
-        weights = [getattr(self, name) for name in names]  # of other types where they are computed, or shared out
+        weights = [getattr(self, name) for name in _WEIGHTS]  # of other types where they are computed, or shared out
         if all(type(one) is nn.Parameter and one.is_cuda for one in weights):
             of_torch: nn.RNNBase = _OF_TORCH[self.cell](self.weight_ih.shape[1], self.hidden_size, device="meta")
-            for name, weight in zip(names, weights, strict=True):
+            for name, weight in zip(_WEIGHTS, weights, strict=True):
                 setattr(of_torch, f"{name}_l0", weight)
             of_torch.flatten_parameters()
 
@@ -197,9 +197,10 @@ class RecurrentLayer(nn.Module):
         # torch's cells keep states in autocast's dtype, and have no rule for vmap
         if torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type) or in_transform():
             return self._advance(self._project(x), states)
-        weights, cell = self._weights(), _STEPS_OF_TORCH[self.cell]
-        x, *own = (one.to(weights[0].dtype) for one in (x, *states))
-        return cell(x, own, *weights) if self.cell == "lstm" else (cell(x, own[0], *weights),)
+        weights = self._weights()
+        dtype = weights[0].dtype
+        own = [one if one.dtype == dtype else one.to(dtype) for one in (x, *states)]
+        return recurrent_step(self.cell, own[0], own[1:], weights)
 
     def _scan(self, x: Tensor, states: States, lengths: Tensor | None) -> tuple[Tensor, States]:
         out = gated_scan(self.cell, self._scan_gates(x).transpose(0, 1), states[0], lengths=lengths)
@@ -231,7 +232,11 @@ class RecurrentLayer(nn.Module):
         return advance(gates, F.linear(states[0].to(weight_hh.dtype), weight_hh, bias_hh).to(weight_hh.dtype), states)
 
     def _weights(self) -> list[Tensor]:
-        return [self.weight_ih, cast(Tensor, self.weight_hh), self.bias_ih, cast(Tensor, self.bias_hh)]
+        own: dict[str, Any] = self._parameters  # attributes of a module take ten times as long
+        try:
+            return [own["weight_ih"], own["weight_hh"], own["bias_ih"], own["bias_hh"]]
+        except KeyError:  # pruned, or computed from other parameters
+            return [getattr(self, name) for name in _WEIGHTS]
 
     def _cast_outputs(self, found: tuple[Tensor, States]) -> tuple[Tensor, States]:
         dtype = self.weight_ih.dtype  # under autocast, kernels return another

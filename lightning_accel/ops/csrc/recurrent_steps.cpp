@@ -312,6 +312,61 @@ void run_back(const Plan& plan, const Data& all, const float* weight, const floa
   });
 }
 
+// sums[r] = row r of weight, (kRows, depth), times x.
+template <int kRows>
+inline void dot_rows(const float* weight, const float* x, int64_t depth, float* sums) {
+  Vector sum[kRows] = {};
+  int64_t k = 0;
+  for (; k + kLanes <= depth; k += kLanes) {
+    Vector value;
+    std::memcpy(&value, x + k, sizeof value);
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) {
+      Vector factor;
+      std::memcpy(&factor, weight + row * depth + k, sizeof factor);
+      sum[row] += factor * value;
+    }
+  }
+  for (int row = 0; row < kRows; ++row) {
+    float total = 0.0f;
+    for (int lane = 0; lane < kLanes; ++lane) total += sum[row][lane];
+    for (int64_t i = k; i < depth; ++i) total += weight[row * depth + i] * x[i];
+    sums[row] = total;
+  }
+}
+
+void dot(int64_t rows, const float* weight, const float* x, int64_t depth, float* sums) {
+  constexpr int64_t kRows = 8;  // as many sums as hide the latency of a multiplication
+  int64_t row = 0;
+  for (; row + kRows <= rows; row += kRows) dot_rows<kRows>(weight + row * depth, x, depth, sums + row);
+  for (; row < rows; ++row) dot_rows<1>(weight + row * depth, x, depth, sums + row);
+}
+
+// One step of few samples: each product reads the weights where they are, since packing them would take longer.
+template <int kGates>
+void run_step(const Data& all, int64_t samples, int64_t inputs, const float* x, const float* before,
+              const float* weight_ih, const float* weight_hh, const float* bias_ih, const float* bias_hh) {
+  const int64_t hidden = all.hidden, panels = count(hidden, kLanes);
+  const int64_t grain = kGrain / std::max<int64_t>(1, kGates * kLanes * samples * (inputs + hidden));
+  torch::stable::parallel_for(0, panels, std::max<int64_t>(1, grain), [&](int64_t begin, int64_t end) {
+    alignas(64) float sums[kGates * kLanes];
+    for (int64_t c0 = begin * kLanes; c0 < std::min(hidden, end * kLanes); c0 += kLanes) {
+      const int64_t n = std::min<int64_t>(kLanes, hidden - c0);
+      for (int64_t sample = 0; sample < samples; ++sample) {
+        for (int64_t gate = 0; gate < kGates; ++gate) {
+          const int64_t row = gate * hidden + c0;
+          float* gates = all.gates + sample * kGates * hidden + row;
+          dot(n, weight_ih + row * inputs, x + sample * inputs, inputs, gates);
+          dot(n, weight_hh + row * hidden, before + sample * hidden, hidden, sums + gate * kLanes);
+          const bool is_added_later = kGates == 3 && gate == 2;  // to what the reset gate multiplies
+          for (int64_t l = 0; l < n; ++l) gates[l] += bias_ih[row + l] + (is_added_later ? 0.0f : bias_hh[row + l]);
+        }
+        Cell<kGates>::forward(all, sample, sample, c0, n, sums);
+      }
+    }
+  });
+}
+
 void check(const Tensor& x, int64_t rows, int64_t columns) {
   STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float && x.dim() == 2 && x.is_contiguous() && x.size(0) == rows &&
                       x.size(1) == columns,
@@ -368,6 +423,29 @@ std::tuple<Tensor, Tensor> recurrent_steps_backward(const Tensor& grad, Tensor d
   return {d_gates, d_hidden};
 }
 
+// Overwrites the states h and c by those after one step.
+void recurrent_step(const Tensor& x, Tensor h, std::optional<Tensor> c, const Tensor& weight_ih, const Tensor& weight_hh,
+                    const Tensor& bias_ih, const Tensor& bias_hh) {
+  STD_TORCH_CHECK(x.dim() == 2 && h.dim() == 2, "x must be (B, I), states (B, H)");
+  const int64_t samples = h.size(0), hidden = h.size(1), inputs = x.size(1), width = (c ? 4 : 3) * hidden;
+  check(x, samples, inputs);
+  check(h, samples, hidden);
+  if (c) check(*c, samples, hidden);
+  check(weight_ih, width, inputs);
+  check(weight_hh, width, hidden);
+  for (const Tensor* bias : {&bias_ih, &bias_hh})
+    STD_TORCH_CHECK(bias->scalar_type() == ScalarType::Float && bias->dim() == 1 && bias->is_contiguous() &&
+                        bias->size(0) == width, "biases must be (G * H,) float32");
+  std::vector<float> room(samples * (width + 3 * hidden));
+  float* const gates = room.data();
+  float* const before = gates + samples * (width + 2 * hidden);
+  std::copy_n(read(h), samples * hidden, before);
+  const Data all{hidden, data(h), c ? data(*c) : nullptr, gates, gates + samples * width,
+                 gates + samples * (width + hidden), read(bias_hh) + (c ? 0 : 2 * hidden)};
+  const auto step = c ? run_step<4> : run_step<3>;
+  step(all, samples, inputs, read(x), before, read(weight_ih), read(weight_hh), read(bias_ih), read(bias_hh));
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(lightning_accel_native, m) {
@@ -377,9 +455,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(lightning_accel_native, m) {
   m.def(
       "recurrent_steps_backward(Tensor grad, Tensor(a!) d_h, Tensor(b!)? d_c, Tensor gates, Tensor before, "
       "Tensor extra, Tensor weight, Tensor batch_sizes, bool reverse) -> (Tensor, Tensor)");
+  m.def(
+      "recurrent_step(Tensor x, Tensor(a!) h, Tensor(b!)? c, Tensor weight_ih, Tensor weight_hh, Tensor bias_ih, "
+      "Tensor bias_hh) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lightning_accel_native, CPU, m) {
   m.impl("recurrent_steps", TORCH_BOX(&recurrent_steps));
   m.impl("recurrent_steps_backward", TORCH_BOX(&recurrent_steps_backward));
+  m.impl("recurrent_step", TORCH_BOX(&recurrent_step));
 }

@@ -8,8 +8,11 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence, pad_sequence
 
 from lightning_accel import DynamicRNN
+from lightning_accel.nn.recurrent import dynamic
 from lightning_accel.nn.recurrent.dynamic import pool
 from lightning_accel.nn.recurrent.layer import CELLS, RecurrentLayer
+from lightning_accel.ops import recurrent
+from lightning_accel.ops.native import KERNELS
 from tests.tolerance import rounding
 
 SCANS = ("mingru", "minlstm")
@@ -217,19 +220,43 @@ def test_state_goes_on_where_it_ended():
 
 
 def test_auto_takes_what_suits_the_lengths():
-    cpu = torch.device("cpu")
-    gru, scan = make("gru"), make("mingru")
-    assert gru.choose_execution(None, cpu) == gru.choose_execution(torch.tensor([3, 3]), cpu) == "padded"
-    assert gru.choose_execution(torch.tensor([3, 2]), cpu) == "staircase"
-    assert scan.choose_execution(torch.tensor([3, 2]), cpu) == "lanes"
+    gru, lstm, scan = make("gru"), make("lstm"), make("mingru")
+    with KERNELS.switched_off():
+        assert chosen(gru, None) == chosen(gru, [3, 3]) == "padded"
+        assert chosen(gru, [3, 2]) == "staircase"
+        assert chosen(scan, [3, 2]) == "lanes"
+        with torch.no_grad():
+            assert chosen(gru, [3, 2]) == "packed"
+        large = DynamicRNN(64, 128, cell="lstm")  # a call costs as much as 8 million multiplications
+        assert chosen(lstm, [300, 2]) == chosen(large, [60, 59, 58]) == "padded"
+        assert chosen(large, [300, 2]) == "staircase"
+    assert chosen(gru, [3, 2], "meta") == "packed"
+    assert chosen(scan, [3, 2], "meta") == chosen(gru, None, "meta") == "padded"
+
+
+def test_auto_takes_fused_steps_where_they_are_the_fastest(native, monkeypatch):
+    gru, lstm, wide = make("gru"), make("lstm"), DynamicRNN(1024, 1024)  # a step of 3 samples: 19 million products
+    assert chosen(gru, None) == chosen(gru, [3, 3]) == chosen(gru, [3, 1]) == chosen(lstm, [5, 3]) == "packed"
+    assert chosen(lstm, None) == chosen(lstm, [3, 3]) == chosen(lstm, [20, 19]) == "padded"
     with torch.no_grad():
-        assert gru.choose_execution(torch.tensor([3, 2]), cpu) == "packed"
-    small, large = make("lstm"), DynamicRNN(64, 128, cell="lstm")  # a call costs as much as 8 million multiplications
-    assert small.choose_execution(torch.tensor([300, 2]), cpu) == "padded"
-    assert large.choose_execution(torch.tensor([60, 59, 58]), cpu) == "padded"
-    assert large.choose_execution(torch.tensor([300, 2]), cpu) == "staircase"
-    assert gru.choose_execution(torch.tensor([3, 2]), torch.device("cuda")) == "packed"
-    assert scan.choose_execution(torch.tensor([3, 2]), torch.device("cuda")) == "padded"
+        assert chosen(lstm, [5, 3]) == "padded"
+        assert chosen(lstm, [5, 1]) == chosen(gru, None) == "packed"
+    assert chosen(gru.double(), [3, 1]) == "staircase"
+    gru.float()
+    for bf16 in (False, True):
+        monkeypatch.setattr(recurrent, "multiplies_bfloat16", lambda bf16=bf16: bf16)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert chosen(gru, None) == chosen(wide, [9, 5, 1]) == "packed"
+            assert chosen(wide, [9, 9, 9]) == ("padded" if bf16 else "packed")
+            for amx in (False, True):
+                monkeypatch.setattr(dynamic, "has_amx", lambda amx=amx: amx)
+                assert chosen(lstm, [9, 9]) == "padded"
+                assert chosen(lstm, [9, 7]) == ("padded" if bf16 and not amx else "packed")
+
+
+def chosen(rnn, lengths, device="cpu"):
+    x = torch.empty(3 if lengths is None else len(lengths), 300, INPUT, device=device)
+    return rnn.choose_execution(x, None if lengths is None else torch.tensor(lengths))
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -307,14 +334,24 @@ def test_a_gpu_gives_the_numbers_of_the_cpu(cell, execution):
         torch.testing.assert_close(actual, expected, check_device=False)
 
 
-@pytest.mark.parametrize("cell", ["rnn", "gru", "lstm"])
-def test_autocast_leaves_kernels_of_the_cpu_in_float32(cell):
-    rnn, x = make(cell), torch.randn(2, 5, INPUT)
-    expected = rnn(x, torch.tensor([5, 2]))
-    for execution in EXECUTIONS[cell]:
-        rnn.execution = execution
-        with torch.autocast("cpu", torch.bfloat16):
-            torch.testing.assert_close(rnn(x, torch.tensor([5, 2])).output, expected.output)
+@pytest.mark.parametrize(("cell", "execution"), [pair for pair in PAIRS if pair[0] not in SCANS])
+def test_autocast_runs_kernels_in_bfloat16_where_the_cpu_multiplies_it(cell, execution, monkeypatch):
+    rnn, x = make(cell, execution), torch.randn(2, 5, INPUT)
+
+    def run(is_mixed):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
+            out = rnn(x, torch.tensor([5, 2])).output
+        return out.detach(), *torch.autograd.grad(out.sin().sum(), [*rnn.parameters()])
+
+    expected = run(False)
+    bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    for is_fast in (False, True) if bf16 else (False,):
+        monkeypatch.setattr(recurrent, "multiplies_bfloat16", lambda is_fast=is_fast: is_fast)
+        found = run(True)
+        is_exact = not (is_fast or (execution == "packed" and KERNELS.serves(x.device))) or cell == "rnn"
+        tolerances = {} if is_exact else {"rtol": 0, "atol": 0.03}
+        torch.testing.assert_close(found, expected, **tolerances)
+        assert is_exact or not torch.equal(found[0], expected[0])
 
 
 @pytest.mark.parametrize("cell", SCANS)

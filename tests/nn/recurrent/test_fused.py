@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from lightning_accel.nn.recurrent import fused
 from lightning_accel.nn.recurrent.fused import fuse_, is_fusible, unfuse_
 from lightning_accel.ops.native import KERNELS
-from lightning_accel.ops.recurrent_steps import recurrent_steps
+from lightning_accel.ops.recurrent_steps import recurrent_step, recurrent_steps
 
 CELLS = [nn.LSTM, nn.GRU]
 LENGTHS = torch.tensor([3, 7, 1, 5, 7, 2, 2, 1, 4])
@@ -136,9 +136,23 @@ def test_gradients_are_those_of_finite_differences(num_gates, reverse):
     if num_gates == 3:
         tensors[2] = tensors[2].detach()
     assert torch.autograd.gradcheck(run, tensors)
-    loss = run(*tensors)[0].sum()
-    with pytest.raises(RuntimeError, match="create_graph=True"):
-        torch.autograd.grad(loss, tensors[0], create_graph=True)
+    assert torch.autograd.gradgradcheck(run, tensors)
+
+
+@pytest.mark.parametrize("samples", [1, 4, 5])
+@pytest.mark.parametrize("hidden_size", [1, 16, 37])
+@pytest.mark.parametrize("cell", CELLS)
+def test_one_step_is_that_of_torchs_cell(cell, hidden_size, samples, native):
+    layer = cell(5, hidden_size).requires_grad_(False)
+    steps, states = inputs(layer, samples)
+    x, states = steps[:, 3], [state[0] for state in states]  # not in one piece of memory
+    layer.weight_hh_l0 = nn.Parameter(layer.weight_hh_l0.t().contiguous().t(), requires_grad=False)
+    copies = [state.clone() for state in states]
+    weights = layer.all_weights[0]
+    found = recurrent_step("lstm" if len(states) == 2 else "gru", x, states, weights)
+    expected = torch.lstm_cell(x, states, *weights) if len(states) == 2 else (torch.gru_cell(x, states[0], *weights),)
+    torch.testing.assert_close(found, expected)
+    assert all(map(torch.equal, states, copies))
 
 
 def test_frozen_parameters_and_inputs_get_no_gradient():
