@@ -16,7 +16,8 @@ from lightning_accel._private.torch import tree_leaves, tree_map
 from lightning_accel.data.sequences.batch import IGNORED, SequenceBatch
 from lightning_accel.models.hooks import keep_plain_hyperparameters, list_of_str, name_classes, require_class_names
 from lightning_accel.models.masked_loss import MaskedLoss, SupervisedModel, masked_loss
-from lightning_accel.nn.recurrent.dynamic import DynamicRNN, RecurrentBlock
+from lightning_accel.nn.recurrent.block import RecurrentBlock
+from lightning_accel.nn.recurrent.dynamic import DynamicRNN
 from lightning_accel.ops.options import options_of, read_options
 from lightning_accel.ops.renames import renamed_arguments
 from lightning_accel.strategies import DataParallelStrategy, PipelineStrategy
@@ -91,7 +92,7 @@ class SequenceOutput(NamedTuple):
     """Hold scores, and the states from which the sequences continue."""
 
     scores: Tensor  # (B, S), or (B, T, S) if each step has a target
-    state: States  # a list with the state of each layer's DynamicRNN
+    state: States  # a list with the state of each layer
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,10 @@ class RecurrentLayers:
         bidirectional: whether they run in both directions; not for forecasting, which must not see the future.
         residual: normalize the input of each layer, and add it to its output: for many layers, and for scan cells,
             which would be linear otherwise.
+        conv_kernel: number of last steps that a depthwise convolution before each layer sums over, such as 4; 0 for
+            none. Needs ``residual``.
+        feed_forward_dim: hidden width of a perceptron after each layer, such as 4 times its width; 0 for none. Needs
+            ``residual``.
     """
 
     cell: Literal["rnn", "gru", "lstm", "mingru", "minlstm"] = "gru"
@@ -112,6 +117,8 @@ class RecurrentLayers:
     num_layers: int = 1
     bidirectional: bool = False
     residual: bool = False
+    conv_kernel: int = 0
+    feed_forward_dim: int = 0
 
 
 class SequenceModel(SupervisedModel):
@@ -203,6 +210,13 @@ class SequenceModel(SupervisedModel):
         self.make_optimizer = optimizer
         if layers.num_layers < 1 or horizon < 1:
             raise ValueError(f"num_layers and horizon must be at least 1; got {layers.num_layers} and {horizon}")
+        parts = {name: getattr(layers, name) for name in ("conv_kernel", "feed_forward_dim")}
+        if layers.conv_kernel == 1 or min(parts.values()) < 0 or (any(parts.values()) and not layers.residual):
+            raise ValueError(
+                "layers.conv_kernel is 0, or 2 or more, and layers.feed_forward_dim 0 or more; what is not 0 needs "
+                f"layers.residual=True. Got {parts} with residual={layers.residual}"
+            )
+        self._block_parts = parts
         self._width = layers.hidden_dim * (2 if layers.bidirectional else 1)
         self._dim = self._width if layers.residual else dim
         self._dropout = dropout
@@ -268,7 +282,8 @@ class SequenceModel(SupervisedModel):
             pools = number == self._num_layers - 1 and self.target_kind in ("classification", "regression")
             options: dict[str, Any] = {"cell": self.cell, "bidirectional": self.bidirectional}
             rnn = DynamicRNN(size, self._hidden_dim, pooling=self.pooling if pools else "none", **options)
-            blocks.append(RecurrentBlock(rnn, size, self._dropout if number else 0.0, self.residual))
+            dropout = self._dropout if number else 0.0
+            blocks.append(RecurrentBlock(rnn, size, dropout, self.residual, **self._block_parts))
             size = self._width
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(size) if self.residual else nn.Identity()

@@ -17,6 +17,7 @@ from lightning_accel.models.rnn import forecast
 from tests.ranks import run_ranks
 
 SGD = lambda parameters: torch.optim.SGD(parameters, lr=0.5)  # noqa: E731
+BLOCK = {"residual": True, "conv_kernel": 3, "feed_forward_dim": 7}
 LENGTHS = torch.tensor([4, 1, 6, 3, 0, 6, 2, 5])
 
 
@@ -88,9 +89,9 @@ class TestLoss:
         torch.testing.assert_close(model.training_step(batch, 0)["loss"], expected)
 
     @pytest.mark.parametrize("kind", ["classification", "regression", "labelling", "forecasting"])
-    @pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
-    def test_padding_of_nan_changes_nothing(self, kind, residual):
-        model, batch = make(kind, residual=residual, num_layers=2), make_batch(kind)
+    @pytest.mark.parametrize("layers", [{}, {"residual": True}, BLOCK], ids=["plain", "residual", "block"])
+    def test_padding_of_nan_changes_nothing(self, kind, layers):
+        model, batch = make(kind, num_layers=2, **layers), make_batch(kind)
         model.training_step(batch, 0)["loss"].backward()
         expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
         model.zero_grad()
@@ -232,7 +233,8 @@ class TestPrediction:
     @pytest.mark.parametrize("kind", ["classification", "labelling", "forecasting"])
     @pytest.mark.parametrize("cell", ["gru", "lstm", "mingru"])
     def test_step_equals_forward(self, kind, cell):
-        model, x = make(kind, cell=cell, num_layers=2, residual=kind == "labelling").eval(), torch.randn(3, 4, 2)
+        layers = BLOCK if kind == "labelling" else {}
+        model, x = make(kind, cell=cell, num_layers=2, **layers).eval(), torch.randn(3, 4, 2)
         state = None
         for t in range(4):
             scores, state = model.step(x[:, t], state)
@@ -270,8 +272,15 @@ class TestSizes:
         with pytest.raises(ValueError, match="would see what it forecasts"):
             make("forecasting", bidirectional=True)
 
+    @pytest.mark.parametrize(
+        "layers", [{"conv_kernel": 4}, BLOCK | {"conv_kernel": 1}, BLOCK | {"feed_forward_dim": -1}]
+    )
+    def test_parts_of_a_block_that_cannot_be(self, layers):
+        with pytest.raises(ValueError, match="conv_kernel is 0, or 2 or more, .* Got .*with residual="):
+            make(**layers)
 
-@pytest.mark.parametrize("options", [{}, {"num_layers": 3, "residual": True, "bidirectional": True, "pooling": "mean"}])
+
+@pytest.mark.parametrize("options", [{}, {"num_layers": 3, **BLOCK, "bidirectional": True, "pooling": "mean"}])
 def test_every_parameter_is_used(options):
     for kind in ("classification", "labelling"):
         model = make(kind, **options)
@@ -323,9 +332,9 @@ def stop_and_go_on(chunks: list[SequenceBatch], path: Path, **options) -> list[d
 
 
 class TestTruncation:
-    @pytest.mark.parametrize("cell", ["gru", "lstm", "mingru"])
-    def test_chunks_score_as_the_whole(self, cell):
-        model, batch = make("labelling", cell=cell, num_layers=2), make_batch("labelling")
+    @pytest.mark.parametrize(("cell", "layers"), [("gru", {}), ("lstm", BLOCK), ("mingru", BLOCK)])
+    def test_chunks_score_as_the_whole(self, cell, layers):
+        model, batch = make("labelling", cell=cell, num_layers=2, **layers), make_batch("labelling")
         whole = model(batch.x, batch.lengths).scores
         rows, start = list(range(8)), 0
         for chunk in cut(batch, [2, 1, 3]):

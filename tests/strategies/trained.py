@@ -76,7 +76,7 @@ def make(name: str, optimizer=ADAMW, num_rows: int = 32) -> tuple[L.LightningMod
             "vocab_size": 11,
             "num_classes": 3,
             "dim": 6,
-            "layers": RecurrentLayers(hidden_dim=8, num_layers=3, residual=True),
+            "layers": RecurrentLayers(hidden_dim=8, num_layers=3, residual=True, conv_kernel=4, feed_forward_dim=8),
         }
         model = SequenceModel(**sizes, target_kind="labelling", optimizer=optimizer)
         return model, TensorDataset(tokens, lengths, labels)
