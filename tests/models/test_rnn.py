@@ -276,7 +276,7 @@ class TestSizes:
         "layers", [{"conv_kernel": 4}, BLOCK | {"conv_kernel": 1}, BLOCK | {"feed_forward_dim": -1}]
     )
     def test_parts_of_a_block_that_cannot_be(self, layers):
-        with pytest.raises(ValueError, match="conv_kernel is 0, or 2 or more, .* Got .*with residual="):
+        with pytest.raises(ValueError, match=r"conv_kernel is 0, or 2 or more, .* Got .*with residual="):
             make(**layers)
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_accel._private.torch import in_transform
+from lightning_accel._private.torch import in_transform, own_parameters
 from lightning_accel.ops import gated_scan, linear_scan, recurrent_layer
 from lightning_accel.ops.recurrent import run_kernel, run_padded
 from lightning_accel.ops.recurrent_steps import recurrent_step
@@ -232,7 +232,7 @@ class RecurrentLayer(nn.Module):
         return advance(gates, F.linear(states[0].to(weight_hh.dtype), weight_hh, bias_hh).to(weight_hh.dtype), states)
 
     def _weights(self) -> list[Tensor]:
-        own: dict[str, Any] = self._parameters  # attributes of a module take ten times as long
+        own = own_parameters(self)
         try:
             return [own["weight_ih"], own["weight_hh"], own["bias_ih"], own["bias_hh"]]
         except KeyError:  # pruned, or computed from other parameters
