@@ -82,11 +82,11 @@ RECIPES = {
     ),
     "selective_copying": Recipe(
         {"task": "selective_copying", "global_batch_size": 32, **SHARES,
-         "generated": GeneratedSequences(num_sequences=2 * FRESH)},
-        4500,
-        {"cell": "mingru", "hidden_dim": 192, "residual": True},
+         "generated": GeneratedSequences(num_sequences=110_000)},
+        3000,
+        {"cell": "mingru", "hidden_dim": 128, "residual": True, "conv_kernel": 4, "feed_forward_dim": 256},
         {"mingru": {}, "mingru, 2 layers": {"num_layers": 2}, "mingru, 3 layers": {"num_layers": 3}},
-        {"mingru": 0.370, "mingru, 2 layers": 0.968, "mingru, 3 layers": 0.995}, lr=2e-2,
+        {"mingru": 0.370, "mingru, 2 layers": 0.968, "mingru, 3 layers": 0.995},
     ),
     "selective_copying, gated by the state": Recipe(
         {"task": "selective_copying", "global_batch_size": 32, **SHARES,

@@ -73,11 +73,6 @@ def unscale_gradients_(gradients: list[Tensor], found_inf: Tensor, inverse_scale
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
 
 
-def own_parameters(module: nn.Module) -> dict[str, Any]:
-    """Return the parameters of ``module`` itself by name, a tenth of the time that its attributes take."""
-    return module._parameters
-
-
 def in_transform() -> bool:
     """Return whether a transform of torch.func is active, which Function.apply asks by this private name, too."""
     return torch._C._are_functorch_transforms_active()
@@ -286,6 +281,11 @@ def frozen_weights() -> Iterator[None]:
 
 
 # ---- modules
+
+
+def own_parameters(module: nn.Module) -> dict[str, Any]:
+    """Return the parameters of ``module`` itself by name, a tenth of the time that its attributes take."""
+    return module._parameters
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
