@@ -122,13 +122,14 @@ class _Layer(torch.autograd.Function):
         d_gates, d_hidden = run(d_out, d_h, d_c, gates, before, extra, weight_hh.contiguous(), batch_sizes, ctx.reverse)
         d_hidden = d_gates if ctx.has_cell else d_hidden
         wanted = ctx.needs_input_grad
-        factor, hidden_factor = d_gates.to(ctx.dtype), d_hidden.to(ctx.dtype)
+        factor = d_gates.to(ctx.dtype)
+        hidden_factor = factor if ctx.has_cell else d_hidden.to(ctx.dtype)
         return (
             (factor @ weight_ih.to(ctx.dtype)).to(x.dtype) if wanted[0] else None,
             d_h,
             d_c,
-            (factor.t() @ x.to(ctx.dtype)).to(x.dtype) if wanted[3] else None,
-            (hidden_factor.t() @ before.to(ctx.dtype)).to(x.dtype) if wanted[4] else None,
+            _weight_gradient(factor, x) if wanted[3] else None,
+            _weight_gradient(hidden_factor, before) if wanted[4] else None,
             d_gates.sum(0) if wanted[5] else None,
             d_hidden.sum(0) if wanted[6] else None,
             None,
@@ -138,6 +139,14 @@ class _Layer(torch.autograd.Function):
 
 def _kernel_serves(x: Tensor) -> bool:
     return x.dtype == torch.float32 and KERNELS.serves(x.device)
+
+
+def _weight_gradient(d_gates: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient (G * H, I) of weights that multiply ``x`` (N, I), computed in the dtype of ``d_gates``."""
+    factor = x.to(d_gates.dtype)
+    if x.shape[1] < 32:  # the product of few columns takes several times as long the other way round
+        return (factor.t() @ d_gates).t().to(x.dtype)
+    return (d_gates.t() @ factor).to(x.dtype)
 
 
 def _differentiable_gradients(ctx: Any, gradients: Any) -> tuple[Tensor | None, ...]:
