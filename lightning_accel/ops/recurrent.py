@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_accel._private.torch import multiplies_bfloat16
-from lightning_accel.ops.recurrent_steps import has_fused_steps, recurrent_steps
+from lightning_accel.ops.recurrent_steps import has_fused_steps, recurrent_steps, runs_in_bfloat16
 
 # Torch lays weights in bfloat16 in no one piece, nor is there one where a padded LSTM gets a column for lengths
 warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk", module=__name__)
@@ -172,12 +171,6 @@ def reverse_valid_steps(x: Tensor, lengths: Tensor | None) -> Tensor:
     step = torch.arange(x.shape[0], device=x.device)[:, None]
     source = torch.where(step < lengths, lengths - 1 - step, step)  # (S, B)
     return x[source, torch.arange(x.shape[1], device=x.device)]
-
-
-def runs_in_bfloat16() -> bool:
-    """Return whether kernels of LSTM and GRU on this CPU run in bfloat16: if autocast asks for it and it saves time."""
-    is_asked = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
-    return is_asked and multiplies_bfloat16()
 
 
 def _kernel_precision(cell: str, x: Tensor) -> AbstractContextManager[object]:

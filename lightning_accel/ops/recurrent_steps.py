@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_accel._private.torch import in_forward_mode, in_transform
+from lightning_accel._private.torch import in_forward_mode, in_transform, multiplies_bfloat16
 from lightning_accel.ops.native import KERNELS
 
 Weights = Sequence[Tensor | None]
@@ -27,7 +27,7 @@ def recurrent_steps(
     The backward pass is one pass over time, too, and one product for each gradient; torch records each gate of each
     step in place of it. Second derivatives, of ``create_graph=True``, are those of torch's cells, a step at a time. All
     tensors are on the CPU, in one dtype: float32 or float64. Under autocast in bfloat16 the products over all steps are
-    computed in it, and the pass over time is not.
+    computed in it, on CPUs that multiply it; the pass over time is not.
 
     Args:
         x: (N, I) in the layout of a PackedSequence.
@@ -78,6 +78,12 @@ def recurrent_step(cell: str, x: Tensor, states: Sequence[Tensor], weights: Sequ
     return found if cell == "lstm" else (found,)
 
 
+def runs_in_bfloat16() -> bool:
+    """Return whether kernels of LSTM and GRU on this CPU run in bfloat16: if autocast asks for it and it saves time."""
+    is_asked = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
+    return is_asked and multiplies_bfloat16()
+
+
 def has_fused_steps(cell: str, *tensors: Tensor) -> bool:
     """Return whether the kernel of :func:`recurrent_steps` serves ``cell`` and ``tensors``, and nothing traces it.
 
@@ -98,8 +104,7 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor | None, ...]:
         x, h, c, weight_ih, weight_hh, bias_ih, bias_hh, batch_sizes, reverse = inputs
-        is_mixed = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
-        ctx.dtype = torch.bfloat16 if is_mixed else x.dtype
+        ctx.dtype = torch.bfloat16 if runs_in_bfloat16() else x.dtype
         with torch.autocast("cpu", enabled=False):
             gates, bias = _enter(x, h, c, weight_ih, bias_ih, bias_hh, ctx.dtype)
         first = h, c

@@ -16,8 +16,7 @@ from lightning_accel.nn.features import require_floating, require_width
 from lightning_accel.nn.recurrent.layer import CELLS, CellName, RecurrentLayer, States
 from lightning_accel.nn.recurrent.layout import LanesLayout, PaddedLayout, SingleOpLayout, SortedLayout
 from lightning_accel.ops.float32 import at_least_float32
-from lightning_accel.ops.recurrent import runs_in_bfloat16
-from lightning_accel.ops.recurrent_steps import has_fused_steps
+from lightning_accel.ops.recurrent_steps import has_fused_steps, runs_in_bfloat16
 
 Execution: TypeAlias = Literal["auto", "padded", "staircase", "packed", "lanes"]
 Pooling: TypeAlias = Literal["last", "mean", "max", "attention", "none"]
@@ -45,7 +44,7 @@ class DynamicRNN(nn.Module):
     CPU, by fused steps of our own; ``lanes`` concatenates sequences along time, for scan cells. ``auto`` takes the
     fastest for the device, the cell, the precision and the lengths, as measured by ``benchmarks/bench_rnn.py``.
 
-    Under autocast in bfloat16, kernels of the GRU and LSTM run in it on CPUs that multiply it; in fused steps the
+    Under autocast in bfloat16, on CPUs that multiply it, kernels of the GRU and LSTM run in it; in fused steps the
     products over all steps do, and the pass over time stays in float32.
 
     Args:

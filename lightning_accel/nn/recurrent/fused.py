@@ -67,9 +67,8 @@ def _forward(layer: nn.RNNBase, input: Any, hx: Any = None) -> Any:  # named as 
     if x.shape[-1] != layer.input_size or any(state.shape != shape for state in given):
         return type(layer).forward(layer, input, hx)  # which raises
     order, back = (input.sorted_indices, input.unsorted_indices) if is_packed else (None, None)
-    with torch.autocast("cpu", enabled=False):
-        states = tuple(_permute(state, order) for state in given) or _zeros(layer, weights[0], shape)
-        data, new = _run(layer, steps.reshape(-1, layer.input_size), states, batch_sizes)
+    states = tuple(_permute(state, order) for state in given) or _zeros(layer, weights[0], shape)
+    data, new = _run(layer, steps.reshape(-1, layer.input_size), states, batch_sizes)
     dtype = given[0].dtype if given else x.dtype  # as torch does under autocast
     data, new = data.to(dtype), tuple(_permute(state.to(dtype), back) for state in new)
     hidden = new if len(new) == 2 else new[0]

@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from lightning_accel.nn.recurrent import fused
 from lightning_accel.nn.recurrent.fused import fuse_, is_fusible, unfuse_
+from lightning_accel.ops import recurrent_steps as recurrent_steps_module
 from lightning_accel.ops.native import KERNELS
 from lightning_accel.ops.recurrent_steps import recurrent_step, recurrent_steps
 
@@ -186,7 +187,8 @@ def test_layers_that_share_weights_add_their_gradients():
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cell", CELLS)
-def test_under_autocast_sums_are_float32_and_outputs_have_torchs_dtype(cell, dtype, packed, calls):
+def test_under_autocast_sums_are_float32_and_outputs_have_torchs_dtype(cell, dtype, packed, calls, monkeypatch):
+    monkeypatch.setattr(recurrent_steps_module, "multiplies_bfloat16", lambda: False)
     layer = cell(8, 16, 2)
     x, states = inputs(layer)
     exact = results(layer, x.to(dtype).float(), states, LENGTHS if packed else None)
@@ -200,12 +202,19 @@ def test_under_autocast_sums_are_float32_and_outputs_have_torchs_dtype(cell, dty
     if packed or cell is nn.GRU or not has_bfloat16:
         assert set(calls) == {torch.float32}
         assert_equal(found[:1], [exact[0].to(found[0].dtype)])
+        monkeypatch.setattr(recurrent_steps_module, "multiplies_bfloat16", lambda: True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            mixed = results(fused_copy(layer), x.to(dtype), states, LENGTHS if packed else None)
+        assert [one.dtype for one in mixed] == [one.dtype for one in found]
+        assert not torch.equal(mixed[0], found[0])
+        assert_equal([one.bfloat16() for one in mixed], [one.bfloat16() for one in exact])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_steps_run_lstms_that_onednn_has_no_code_for(dtype, monkeypatch, calls):
     """In evaluation too; on a CPU without bfloat16, torch itself fails under autocast."""
     monkeypatch.setattr(fused, "onednn_has_autocast_dtype", lambda: False)
+    monkeypatch.setattr(recurrent_steps_module, "multiplies_bfloat16", lambda: False)
     layer = nn.LSTM(3, 4)
     x = torch.randn(5, 2, 3)
     with torch.no_grad():
