@@ -8,10 +8,10 @@ Forward and backward of one recurrent layer, 64 features, 128 hidden, over 5000 
 in the same rounds: ratios are to it. Orders of the sequences: random, batches of 64; bucketed, batches of 64 of like
 length by LengthBatchSampler with its default window; budgeted, its batches of at most 8192 tokens. Of each, batches
 evenly spaced in their lengths are timed. Subjects are interleaved in one process, one thread, the process's CPU time;
-evenly spaced in their lengths are timed. Subjects are interleaved in one process, one thread, the process's CPU time;
-alone. ``bfloat16`` sets training under autocast beside torch's module in float32, on batches of 64 sequences of 60
-steps and on batches of random lengths. ``streams`` times one step of one sequence without gradients: the fastest tenth
-of 2000 calls, of the best of five turns, in microseconds, with ONNX Runtime's GRU if it is installed.
+the median round is quoted. ``choices`` sets ``auto`` beside the executions it may choose, over other shapes, and
+forward alone. ``bfloat16`` sets training under autocast beside torch's module in float32, on batches of 64 sequences of
+60 steps and on batches of random lengths. ``streams`` times one step of one sequence without gradients: the fastest
+tenth of 2000 calls, of the best of five turns, in microseconds, with ONNX Runtime's GRU if it is installed.
 """
 
 import argparse

@@ -26,6 +26,9 @@ _NAMES = {
 }
 
 
+_PARTS = "gate.", "experts.", "shared_expert", "router."  # beginnings of the names of a mixture's weights
+
+
 class MixtureOutput(NamedTuple):
     """Hold the output of a mixture of experts and the report of its gate."""
 
@@ -265,18 +268,20 @@ def read_transformers(state: Mapping[str, Tensor], prefix: str = "") -> dict[str
 
     Load the result into ``MixtureOfExperts(dim, hidden_dim, num_experts, k, activation="silu", gated=True,
     bias=False)`` with ``strict=False``, as checkpoints lack the buffers of the gate. OLMoE also needs
-    ``gate=functools.partial(TopKGate, normalize=False)``.
+    ``gate=functools.partial(TopKGate, normalize=False)``, and DeepSeek-V3 with one group of experts
+    ``gate=functools.partial(TopKGate, score="sigmoid", scale=config.routed_scaling_factor)`` and ``shared_dim``.
 
     Args:
         state: state dict with ``gate.weight`` and, for each expert e, ``experts.e.w1.weight``, ``w3``, ``w2`` (as in
             files of Mixtral) or ``experts.e.gate_proj.weight``, ``up_proj``, ``down_proj`` (as in files of OLMoE), or
-            ``experts.gate_up_proj`` and ``experts.down_proj`` (as in modules of transformers 5). Others are ignored.
-        prefix: prefix of these names, such as ``model.layers.0.block_sparse_moe.``
+            ``experts.gate_up_proj`` and ``experts.down_proj`` (as in modules of transformers 5); and perhaps
+            ``shared_experts.gate_proj.weight``, ``up_proj`` and ``down_proj`` (as in files of DeepSeek).
+        prefix: prefix of these names, such as ``model.layers.0.block_sparse_moe.``. Names without it are ignored.
 
     Raises:
-        ValueError: if a weight is missing; the message names it.
+        ValueError: if a weight is missing, or the mixture has others, which would be lost; the message names it.
 
-    Source: https://huggingface.co/docs/transformers/model_doc/mixtral and .../olmoe
+    Source: https://huggingface.co/docs/transformers/model_doc/mixtral, .../olmoe and .../deepseek_v3
     """
     own = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
     if "gate.weight" not in own:
@@ -284,6 +289,7 @@ def read_transformers(state: Mapping[str, Tensor], prefix: str = "") -> dict[str
     stacked = {"experts.gate_up_proj", "experts.down_proj"}
     if stacked <= own.keys():
         up, down = own["experts.gate_up_proj"], own["experts.down_proj"]
+        read = stacked
     else:
         numbers = [int(found[1]) for name in own if (found := re.match(r"experts\.(\d+)\.", name))]
         style = "mixtral" if "experts.0.w1.weight" in own else "olmoe"
@@ -293,7 +299,22 @@ def read_transformers(state: Mapping[str, Tensor], prefix: str = "") -> dict[str
             raise ValueError(f"no {prefix}{missing[0]} among the weights, nor {prefix}experts.gate_up_proj")
         up = torch.stack([torch.cat([own[gate], own[up]]) for gate, up, _ in names])
         down = torch.stack([own[down] for _, _, down in names])
-    return {"gate.weight": own["gate.weight"], "experts.up_weight": up, "experts.down_weight": down}
+        read = {name for expert in names for name in expert}
+    converted = {"gate.weight": own["gate.weight"], "experts.up_weight": up, "experts.down_weight": down}
+    shared = [f"shared_experts.{projection}.weight" for projection in _NAMES["olmoe"][1:]]
+    if not own.keys().isdisjoint(shared):
+        if missing := [name for name in shared if name not in own]:
+            raise ValueError(f"no {prefix}{missing[0]} among the weights, but others of the shared experts")
+        converted["shared.up.weight"] = torch.cat([own[shared[0]], own[shared[1]]])
+        converted["shared.down.weight"] = own[shared[2]]
+        read |= {*shared}
+    lost = [name for name in own if name.startswith(_PARTS) and name not in read | {"gate.weight"} and own[name].any()]
+    if lost:
+        raise ValueError(
+            f"MixtureOfExperts has no place for {prefix}{lost[0]}, and would compute something else without it. Leave "
+            "the block as transformers has it, or remove that name from the state to start from the rest"
+        )
+    return converted
 
 
 def write_transformers(state: Mapping[str, Tensor], naming: Naming, prefix: str | None = None) -> dict[str, Tensor]:

@@ -29,8 +29,18 @@ def olmoe():
     return modeling.OlmoeSparseMoeBlock(config), ours(gate=partial(TopKGate, normalize=False))
 
 
+def deepseek():
+    modeling = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+    config = modeling.DeepseekV3Config(
+        hidden_size=DIM, moe_intermediate_size=HIDDEN, n_routed_experts=EXPERTS, num_experts_per_tok=2, n_group=1,
+        topk_group=1, n_shared_experts=2, routed_scaling_factor=2.5,
+    )  # fmt: skip
+    gate = partial(TopKGate, score="sigmoid", scale=2.5)
+    return modeling.DeepseekV3MoE(config), ours(gate=gate, shared_dim=2 * HIDDEN)
+
+
 @pytest.mark.parametrize("backend", ["blocks", "loop"])
-@pytest.mark.parametrize("make", [mixtral, olmoe])
+@pytest.mark.parametrize("make", [mixtral, olmoe, deepseek])
 def test_matches_the_block_of_transformers(make, backend):
     block, mixture = make()
     for parameter in block.parameters():
@@ -92,6 +102,17 @@ def test_what_does_not_fit_is_refused():
         ValueError, match=r"no x.gate.weight among the weights; such as block_sparse_moe.gate.*Set prefix"
     ):
         read_transformers(written, prefix="x.")
+    biased = written | {"block_sparse_moe.gate.e_score_correction_bias": torch.zeros(EXPERTS)}
+    assert read_transformers(biased, prefix="block_sparse_moe.").keys() == ours().state_dict().keys() - {
+        "gate.expert_slots"
+    }
+    for name in ("gate.e_score_correction_bias", "shared_expert_gate.weight", "experts.0.w1.bias"):
+        with pytest.raises(ValueError, match=f"no place for block_sparse_moe.{name}, and would compute something else"):
+            read_transformers(written | {f"block_sparse_moe.{name}": torch.ones(3)}, prefix="block_sparse_moe.")
+    with pytest.raises(ValueError, match=r"no block_sparse_moe.shared_experts.gate_proj.weight among the weights, but"):
+        read_transformers(
+            written | {"block_sparse_moe.shared_experts.up_proj.weight": torch.ones(3)}, prefix="block_sparse_moe."
+        )
     del written["block_sparse_moe.experts.2.w3.weight"]
     with pytest.raises(ValueError, match=r"no block_sparse_moe.experts.2.w3.weight among the weights, nor"):
         read_transformers(written, prefix="block_sparse_moe.")
