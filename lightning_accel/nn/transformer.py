@@ -65,20 +65,22 @@ class CausalSelfAttention(nn.Module):
         require_width(self, x, "dim", width, "x (B, T, {})", ndim=3)
         require_floating(self, x, "x", self.query_key_value.parameters(recurse=False))
         heads = self.query_key_value(x).unflatten(-1, (-1, 3, self.head_dim))  # (B, T, M, 3, F); M of this device
-        queries, keys, values = heads.permute(3, 0, 2, 1, 4).unbind()  # (B, M, T, F) each
+        heads = heads.permute(3, 0, 2, 1, 4)  # (3, B, M, T, F)
         start = 0 if cache is None else cache.length
-        positions = start + torch.arange(x.shape[1], device=x.device)
-        queries, keys = (rotate(part, positions) for part in (queries, keys))
+        positions = torch.arange(start, start + x.shape[1], device=x.device)
+        turned, values = heads.split((2, 1))  # not slices, each of whose gradients is filled up with zeros
+        (queries, keys), values = rotate(turned, positions).unbind(), values.squeeze(0)
         mask = None
         if cache is not None:
             keys, values = cache.append(keys, values)
-            mask = torch.arange(keys.shape[2], device=x.device) <= positions.unsqueeze(1)  # (T, all)
+            if x.shape[1] > 1:  # one token sees all
+                mask = torch.arange(keys.shape[2], device=x.device) <= positions.unsqueeze(1)  # (T, all)
         mixed = F.scaled_dot_product_attention(queries, keys, values, mask, is_causal=cache is None)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 def rotate(x: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
-    """Rotate pairs of features of ``x`` (B, M, T, F) by angles proportional to ``positions`` (T,)."""
+    """Rotate pairs of features of ``x`` (..., T, F) by angles proportional to ``positions`` (T,)."""
     half = x.shape[-1] // 2
     # float32 whatever the dtype of x: bf16 cannot distinguish positions 256 and 257
     frequency = base ** -(torch.arange(half, device=x.device, dtype=torch.float32) / half)

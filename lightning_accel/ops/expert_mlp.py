@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_accel.ops.extras import planned_capability, runs_triton
+from lightning_accel.ops.few_rows import are_few_rows, multiply_few_rows
 from lightning_accel.ops.grouped_linear import (
     cast_for_autocast,
     choose_grouped_backend,
@@ -72,7 +73,8 @@ def expert_mlp(
             derivatives, as the loop. ``blocks``, for the CPU, runs a block of tokens through
             both layers while it is in cache, and stores half of what autograd would. ``dense`` runs every expert
             on every token, in products that any runtime supports: for exported programs. ``auto`` calls
-            :func:`choose_backend`.
+            :func:`choose_backend`, except for a few slots without gradients on the CPU, which a kernel of their own
+            computes in float32.
 
     Returns:
         (N, D), in the dtype of the products; 0 for a token without slots.
@@ -90,6 +92,11 @@ def expert_mlp(
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
     if backend not in get_args(Backend):
         raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}; got {backend!r}")
+    layers = [weight for weight in (up_weight, down_weight, up_bias, down_bias) if weight is not None]
+    if backend == "auto" and are_few_rows(token_of_slot.shape[0], tokens, *layers):
+        slots = token_of_slot, weight_of_slot, counts
+        few = _few_rows(tokens, *slots, up_weight, down_weight, up_bias, down_bias, activation)
+        return few.to(cast_for_autocast(tokens)[0].dtype)
     tokens, up_weight, down_weight = cast_for_autocast(tokens, up_weight, down_weight)
     up_bias, down_bias = (None if bias is None else bias.to(tokens.dtype) for bias in (up_bias, down_bias))
     if backend == "auto":
@@ -118,11 +125,35 @@ def expert_mlp(
         hidden = grouped_linear(rows, up_weight, counts, up_bias, backend)
         hidden = _activate(hidden, down_weight.shape[2], activation)
         visited = grouped_linear(hidden, down_weight, counts, down_bias, backend)
-        wide = torch.promote_types(tokens.dtype, torch.float32)
-        taken = torch.arange(rows.shape[0], device=rows.device) < counts.sum()
-        weights = torch.where(taken, weight_of_slot, 0).to(wide)  # the weight of an ignored slot may be NaN
-        out = torch.zeros(tokens.shape, dtype=wide, device=tokens.device)
-        return out.index_add(0, token_of_slot, visited.to(wide) * weights.unsqueeze(1)).to(tokens.dtype)
+        return _sum_slots(visited, tokens, token_of_slot, weight_of_slot, counts).to(tokens.dtype)
+
+
+def _sum_slots(
+    visited: Tensor, tokens: Tensor, token_of_slot: Tensor, weight_of_slot: Tensor, counts: Tensor
+) -> Tensor:
+    """Sum the outputs of the slots (S, D) of each token, weighted, in float32 or wider."""
+    wide = torch.promote_types(tokens.dtype, torch.float32)
+    taken = torch.arange(len(visited), device=visited.device) < counts.sum()
+    weights = torch.where(taken, weight_of_slot, 0).to(wide)  # the weight of an ignored slot may be NaN
+    out = torch.zeros(tokens.shape, dtype=wide, device=tokens.device)
+    return out.index_add(0, token_of_slot, visited.to(wide) * weights.unsqueeze(1))
+
+
+def _few_rows(
+    tokens: Tensor,
+    token_of_slot: Tensor,
+    weight_of_slot: Tensor,
+    counts: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: Activation,
+) -> Tensor:
+    hidden = multiply_few_rows(tokens.float(), token_of_slot, counts, up_weight, up_bias)
+    hidden = _activate(hidden, down_weight.shape[2], activation)
+    visited = multiply_few_rows(hidden, torch.arange(len(hidden)), counts, down_weight, down_bias)
+    return _sum_slots(visited, tokens, token_of_slot, weight_of_slot, counts)
 
 
 def _on_gpu(

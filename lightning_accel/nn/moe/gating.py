@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_accel.nn.features import require_floating, require_width
 
 _FEW = 4  # experts per token
+_FEW_TOKENS = 256
 _MANY_PASSES = 1000  # more than the usual number of accumulated micro-batches
 
 
@@ -261,9 +262,9 @@ def _require_sizes(dim: int, num_experts: int, k: int) -> None:
 
 def _top(scores: Tensor, k: int) -> Tensor:
     """Return the columns (N, K) of the ``k`` largest scores in each row."""
-    if scores.device.type != "cpu" or k > _FEW:
+    if scores.device.type != "cpu" or k > _FEW or (len(scores) <= _FEW_TOKENS and not torch.compiler.is_compiling()):
         return scores.topk(k, dim=1).indices
-    # on a CPU, topk for a small k takes several times as long as k calls of max
+    # on a CPU, topk for a small k and many tokens takes several times as long as k calls of max
     columns = [scores.max(dim=1, keepdim=True).indices]
     while len(columns) < k:
         scores = scores.scatter(1, columns[-1], -torch.inf)

@@ -5,6 +5,7 @@
 // are packed once into panels, vectors of channels that are multiplied together, one of each gate, so that a cell
 // follows its product at once. Each sum is computed by one thread, in one order: results do not depend on their number.
 
+#include "dots.h"
 #include "exponential.h"
 #include "vectors.h"
 
@@ -23,6 +24,7 @@
 
 namespace {
 
+using lightning_accel::dot;
 using lightning_accel::exp_of_negative;
 using lightning_accel::kSums;
 using lightning_accel::Vector;
@@ -310,36 +312,6 @@ void run_back(const Plan& plan, const Data& all, const float* weight, const floa
       for (int64_t l = 0; l < n; ++l) d_h[l] = kGates == 3 ? d_h[l] + sums[l] : sums[l];
     });
   });
-}
-
-// sums[r] = row r of weight, (kRows, depth), times x.
-template <int kRows>
-inline void dot_rows(const float* weight, const float* x, int64_t depth, float* sums) {
-  Vector sum[kRows] = {};
-  int64_t k = 0;
-  for (; k + kLanes <= depth; k += kLanes) {
-    Vector value;
-    std::memcpy(&value, x + k, sizeof value);
-#pragma GCC unroll 8
-    for (int row = 0; row < kRows; ++row) {
-      Vector factor;
-      std::memcpy(&factor, weight + row * depth + k, sizeof factor);
-      sum[row] += factor * value;
-    }
-  }
-  for (int row = 0; row < kRows; ++row) {
-    float total = 0.0f;
-    for (int lane = 0; lane < kLanes; ++lane) total += sum[row][lane];
-    for (int64_t i = k; i < depth; ++i) total += weight[row * depth + i] * x[i];
-    sums[row] = total;
-  }
-}
-
-void dot(int64_t rows, const float* weight, const float* x, int64_t depth, float* sums) {
-  constexpr int64_t kRows = 8;  // as many sums as hide the latency of a multiplication
-  int64_t row = 0;
-  for (; row + kRows <= rows; row += kRows) dot_rows<kRows>(weight + row * depth, x, depth, sums + row);
-  for (; row < rows; ++row) dot_rows<1>(weight + row * depth, x, depth, sums + row);
 }
 
 // One step of few samples: each product reads the weights where they are, since packing them would take longer.
