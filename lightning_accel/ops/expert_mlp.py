@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_accel.ops.extras import planned_capability, runs_triton
-from lightning_accel.ops.few_rows import are_few_rows, multiply_few_rows
+from lightning_accel.ops.few_tokens import experts_of_few_tokens, has_few_slots
 from lightning_accel.ops.grouped_linear import (
     cast_for_autocast,
     choose_grouped_backend,
@@ -32,7 +32,8 @@ Backend: TypeAlias = Literal["auto", "blocks", "dense", "grouped_mm", "loop", "t
 
 _BLOCK_BYTES = 1024  # bytes per feature and thread: a block's activations stay in cache from one product to the next
 _FEW_SLOTS = 128  # per expert: below, blocks cost more Python overhead than they save memory traffic (measured),
-_SMALL_EXPERT_BYTES = 512 << 10  # unless the weights, whose gradients the loop copies, are large
+_VERY_FEW_SLOTS = 32  # and below this they fill no block
+_SMALL_EXPERT_BYTES = 512 << 10  # gradients of larger weights take the loop longer to copy than all else
 _PAGE = 4096
 _MADV_HUGEPAGE = 14  # linux/mman.h
 _QUICK = 1.702  # of quick_gelu
@@ -93,9 +94,9 @@ def expert_mlp(
     if backend not in get_args(Backend):
         raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}; got {backend!r}")
     layers = [weight for weight in (up_weight, down_weight, up_bias, down_bias) if weight is not None]
-    if backend == "auto" and are_few_rows(token_of_slot.shape[0], tokens, *layers):
+    if backend == "auto" and has_few_slots(token_of_slot.shape[0], tokens, *layers):
         slots = token_of_slot, weight_of_slot, counts
-        few = _few_rows(tokens, *slots, up_weight, down_weight, up_bias, down_bias, activation)
+        few = experts_of_few_tokens(tokens, *slots, up_weight, down_weight, up_bias, down_bias, activation)
         return few.to(cast_for_autocast(tokens)[0].dtype)
     tokens, up_weight, down_weight = cast_for_autocast(tokens, up_weight, down_weight)
     up_bias, down_bias = (None if bias is None else bias.to(tokens.dtype) for bias in (up_bias, down_bias))
@@ -125,35 +126,11 @@ def expert_mlp(
         hidden = grouped_linear(rows, up_weight, counts, up_bias, backend)
         hidden = _activate(hidden, down_weight.shape[2], activation)
         visited = grouped_linear(hidden, down_weight, counts, down_bias, backend)
-        return _sum_slots(visited, tokens, token_of_slot, weight_of_slot, counts).to(tokens.dtype)
-
-
-def _sum_slots(
-    visited: Tensor, tokens: Tensor, token_of_slot: Tensor, weight_of_slot: Tensor, counts: Tensor
-) -> Tensor:
-    """Sum the outputs of the slots (S, D) of each token, weighted, in float32 or wider."""
-    wide = torch.promote_types(tokens.dtype, torch.float32)
-    taken = torch.arange(len(visited), device=visited.device) < counts.sum()
-    weights = torch.where(taken, weight_of_slot, 0).to(wide)  # the weight of an ignored slot may be NaN
-    out = torch.zeros(tokens.shape, dtype=wide, device=tokens.device)
-    return out.index_add(0, token_of_slot, visited.to(wide) * weights.unsqueeze(1))
-
-
-def _few_rows(
-    tokens: Tensor,
-    token_of_slot: Tensor,
-    weight_of_slot: Tensor,
-    counts: Tensor,
-    up_weight: Tensor,
-    down_weight: Tensor,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    activation: Activation,
-) -> Tensor:
-    hidden = multiply_few_rows(tokens.float(), token_of_slot, counts, up_weight, up_bias)
-    hidden = _activate(hidden, down_weight.shape[2], activation)
-    visited = multiply_few_rows(hidden, torch.arange(len(hidden)), counts, down_weight, down_bias)
-    return _sum_slots(visited, tokens, token_of_slot, weight_of_slot, counts)
+        wide = torch.promote_types(tokens.dtype, torch.float32)
+        taken = torch.arange(rows.shape[0], device=rows.device) < counts.sum()
+        weights = torch.where(taken, weight_of_slot, 0).to(wide)  # the weight of an ignored slot may be NaN
+        out = torch.zeros(tokens.shape, dtype=wide, device=tokens.device)
+        return out.index_add(0, token_of_slot, visited.to(wide) * weights.unsqueeze(1)).to(tokens.dtype)
 
 
 def _on_gpu(
@@ -216,9 +193,17 @@ def choose_backend(up_weight: Tensor, down_weight: Tensor, num_slots: int) -> Ba
         return choose_grouped_backend(up_weight, down_weight)
     if torch.compiler.is_compiling():  # a loop would break the graph, a choice would put a guard on the number of slots
         return "blocks"
-    expert_bytes = (up_weight.nbytes + down_weight.nbytes) // len(up_weight)
-    small = num_slots < _FEW_SLOTS * len(up_weight) and expert_bytes < _SMALL_EXPERT_BYTES
-    return "loop" if small else "blocks"
+    slots_per_expert = num_slots / len(up_weight)
+    if slots_per_expert >= _FEW_SLOTS:
+        return "blocks"
+    if not (torch.is_grad_enabled() and (up_weight.requires_grad or down_weight.requires_grad)):
+        return "loop" if up_weight.dtype.itemsize == 2 or slots_per_expert < _VERY_FEW_SLOTS else "blocks"
+    if (up_weight.nbytes + down_weight.nbytes) // len(up_weight) < _SMALL_EXPERT_BYTES:
+        return "loop"
+    is_aligned = all(
+        width * up_weight.dtype.itemsize % 16 == 0 for width in (*up_weight.shape[1:], down_weight.shape[2])
+    )
+    return "grouped_mm" if slots_per_expert < _VERY_FEW_SLOTS and is_aligned else "blocks"
 
 
 def _activate(hidden: Tensor, hidden_dim: int, activation: Activation) -> Tensor:

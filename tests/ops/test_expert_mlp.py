@@ -190,10 +190,17 @@ def test_autocast_rounds():
 
 
 def test_backends_are_chosen_and_checked():
+    def chosen(*options):
+        layers = [torch.empty(shape, **kwargs) for kwargs, shapes in options for shape in shapes]
+        return [choose_backend(*layers, num_slots) for num_slots in (63, 64, 255, 256)]
+
+    small, large, odd = [(2, 8, 8)] * 2, [(2, 512, 256), (2, 256, 512)], [(2, 513, 256), (2, 256, 513)]
+    assert chosen(({"requires_grad": True}, small)) == ["loop"] * 3 + ["blocks"]
+    assert chosen(({"requires_grad": True}, large)) == ["grouped_mm"] + ["blocks"] * 3
+    assert chosen(({"requires_grad": True}, odd)) == ["blocks"] * 4
+    assert chosen(({}, large)) == ["loop"] + ["blocks"] * 3
+    assert chosen(({"dtype": torch.bfloat16}, large)) == ["loop"] * 3 + ["blocks"]
     up, down = torch.empty(2, 8, 8), torch.empty(2, 8, 8)
-    assert choose_backend(up, down, 255) == "loop"
-    assert choose_backend(up, down, 256) == "blocks"
-    assert choose_backend(torch.empty(2, 512, 256), torch.empty(2, 256, 512), 3) == "blocks"
     assert choose_backend(up.to("meta"), down.to("meta"), 256) == "loop"
     arguments = inputs([2, 1])
     with pytest.raises(

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_accel.nn.features import require_floating, require_width
+from lightning_accel.ops.few_tokens import has_few_tokens, route_few_tokens
 
 _FEW = 4  # experts per token
 _FEW_TOKENS = 256
@@ -132,6 +133,8 @@ class TopKGate(nn.Module):
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(x, self.weight.to(x.dtype))  # (N, E)
+            if mask is None and not self.training and has_few_tokens(logits):
+                return self._route_few(logits)
             probs = logits.softmax(dim=-1) if self.score == "softmax" else logits.sigmoid()
             experts = self._choose(probs.detach())  # (N, K)
             weights = probs.gather(1, experts)
@@ -154,10 +157,18 @@ class TopKGate(nn.Module):
         return Routing(tokens.flatten(), experts.t().flatten(), (weights * self.scale).t().flatten(), report)
 
     def _choose(self, probs: Tensor) -> Tensor:
-        scores = probs.nan_to_num(-1.0)
-        if self.bias_steps is not None:
-            scores = scores + self.bias_update_rate * self.bias_steps.to(scores.dtype)
-        return _top(scores, self.k)
+        scores, bias = probs.nan_to_num(-1.0), self._bias(probs)
+        return _top(scores if bias is None else scores + bias, self.k)
+
+    def _bias(self, like: Tensor) -> Tensor | None:
+        return None if self.bias_steps is None else self.bias_update_rate * self.bias_steps.to(like.dtype)
+
+    def _route_few(self, logits: Tensor) -> Routing:
+        options = self.k, self.score == "sigmoid", self.normalize, float(self.scale)
+        tokens, experts, weights, counts, statistics = route_few_tokens(logits, self._bias(logits), *options)
+        balance_loss, z_loss, confidence = statistics.unbind()
+        report = GateReport(balance_loss, z_loss, counts, counts.new_zeros(()), confidence)
+        return Routing(tokens, experts, weights, report)
 
     def _balance_loss(self, probs: Tensor, counts: Tensor, mask: Tensor | None) -> Tensor:
         if self.training:
