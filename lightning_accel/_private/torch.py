@@ -78,6 +78,11 @@ def in_transform() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def is_batched(x: Tensor) -> bool:
+    """Return whether ``x`` stands for many tensors, in vmap or in gradients of ``is_grads_batched``."""
+    return torch._C._functorch.is_batchedtensor(x) or torch._C._functorch.is_legacy_batchedtensor(x)
+
+
 def in_forward_mode() -> bool:
     """Return whether derivatives are computed in forward mode, which has no public name outside of its own module."""
     return forward_ad._current_level >= 0

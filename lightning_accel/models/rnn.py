@@ -16,7 +16,7 @@ from lightning_accel._private.torch import tree_leaves, tree_map
 from lightning_accel.data.sequences.batch import IGNORED, SequenceBatch
 from lightning_accel.models.hooks import keep_plain_hyperparameters, list_of_str, name_classes, require_class_names
 from lightning_accel.models.masked_loss import MaskedLoss, SupervisedModel, masked_loss
-from lightning_accel.nn.recurrent.block import RecurrentBlock
+from lightning_accel.nn.recurrent.block import RecurrentBlock, require_block_parts
 from lightning_accel.nn.recurrent.dynamic import DynamicRNN
 from lightning_accel.ops.options import options_of, read_options
 from lightning_accel.ops.renames import renamed_arguments
@@ -210,13 +210,8 @@ class SequenceModel(SupervisedModel):
         self.make_optimizer = optimizer
         if layers.num_layers < 1 or horizon < 1:
             raise ValueError(f"num_layers and horizon must be at least 1; got {layers.num_layers} and {horizon}")
-        parts = {name: getattr(layers, name) for name in ("conv_kernel", "feed_forward_dim")}
-        if layers.conv_kernel == 1 or min(parts.values()) < 0 or (any(parts.values()) and not layers.residual):
-            raise ValueError(
-                "layers.conv_kernel is 0, or 2 or more, and layers.feed_forward_dim 0 or more; what is not 0 needs "
-                f"layers.residual=True. Got {parts} with residual={layers.residual}"
-            )
-        self._block_parts = parts
+        self._block_parts = {name: getattr(layers, name) for name in ("conv_kernel", "feed_forward_dim")}
+        require_block_parts(layers.residual, **self._block_parts)
         self._width = layers.hidden_dim * (2 if layers.bidirectional else 1)
         self._dim = self._width if layers.residual else dim
         self._dropout = dropout

@@ -4,10 +4,12 @@ Shapes: N tokens, D features, E experts, K experts per token, S slots (pairs of 
 features, U = H outputs of the first layer, or 2 * H where it is gated.
 """
 
-from typing import NamedTuple
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
 
 from lightning_accel._private.torch import in_forward_mode, in_transform
 from lightning_accel.ops.native import KERNELS
@@ -96,6 +98,17 @@ def has_few_slots(num_slots: int, tokens: Tensor, *weights: Tensor) -> bool:
 def has_few_tokens(logits: Tensor) -> bool:
     """Return whether :func:`route_few_tokens` serves, and is the fastest for, ``logits`` (N, E)."""
     return 0 < len(logits) <= _MOST_TOKENS and logits.dtype == torch.float32 and _serves(logits)
+
+
+def _flops(
+    tokens: Any, token_of_slot: Any, weight_of_slot: Any, counts: Any, up: Any, down: Any, *rest: Any, **options: Any
+) -> int:
+    return 2 * token_of_slot[0] * (prod(up[1:]) + prod(down[1:]))
+
+
+@KERNELS.on_load
+def _count_flops() -> None:
+    register_flop_formula(torch.ops.lightning_accel_native.experts_of_few_tokens)(_flops)
 
 
 def _serves(*tensors: Tensor) -> bool:

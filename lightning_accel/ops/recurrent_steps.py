@@ -4,13 +4,15 @@ Shapes: N valid steps of all samples, B samples, T steps, I inputs, H hidden, G 
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
 
-from lightning_accel._private.torch import in_forward_mode, in_transform, multiplies_bfloat16
+from lightning_accel._private.torch import in_forward_mode, in_transform, is_batched, multiplies_bfloat16
 from lightning_accel.ops.native import KERNELS
 
 Weights = Sequence[Tensor | None]
@@ -104,7 +106,7 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor | None, ...]:
         x, h, c, weight_ih, weight_hh, bias_ih, bias_hh, batch_sizes, reverse = inputs
-        ctx.dtype = torch.bfloat16 if runs_in_bfloat16() else x.dtype
+        ctx.dtype = torch.bfloat16 if x.dtype == torch.float32 and runs_in_bfloat16() else x.dtype
         with torch.autocast("cpu", enabled=False):
             gates, bias = _enter(x, h, c, weight_ih, bias_ih, bias_hh, ctx.dtype)
         first = h, c
@@ -118,7 +120,7 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or any(is_batched(one) for one in gradients if one is not None):
             return _differentiable_gradients(ctx, gradients)
         x, _, _, weight_ih, weight_hh, _, _, batch_sizes, gates, before, extra = ctx.saved_tensors
         d_out, d_h = gradients[0].contiguous(), gradients[1].clone(memory_format=torch.contiguous_format)
@@ -142,6 +144,30 @@ class _Layer(torch.autograd.Function):
         )
 
 
+def _flops_of_steps(gates: Sequence[int], weight: Sequence[int], *rest: Any, **options: Any) -> int:
+    """Count the operations of the pass over time: those of the products over all steps are counted on their own."""
+    return 2 * gates[0] * weight[0] * weight[1]
+
+
+def _flops_of_steps_backward(
+    grad: Any, d_h: Any, d_c: Any, gates: Any, before: Any, extra: Any, weight: Any, *rest: Any, **options: Any
+) -> int:
+    return _flops_of_steps(gates, weight)
+
+
+def _flops_of_step(
+    x: Sequence[int], h: Any, c: Any, weight_ih: Sequence[int], weight_hh: Sequence[int], *rest: Any, **options: Any
+) -> int:
+    return 2 * x[0] * (prod(weight_ih) + prod(weight_hh))
+
+
+@KERNELS.on_load
+def _count_flops() -> None:
+    register_flop_formula(torch.ops.lightning_accel_native.recurrent_steps)(_flops_of_steps)
+    register_flop_formula(torch.ops.lightning_accel_native.recurrent_steps_backward)(_flops_of_steps_backward)
+    register_flop_formula(torch.ops.lightning_accel_native.recurrent_step)(_flops_of_step)
+
+
 def _kernel_serves(x: Tensor) -> bool:
     return x.dtype == torch.float32 and KERNELS.serves(x.device)
 
@@ -156,18 +182,24 @@ def _weight_gradient(d_gates: Tensor, x: Tensor) -> Tensor:
 
 def _differentiable_gradients(ctx: Any, gradients: Any) -> tuple[Tensor | None, ...]:
     """Compute gradients by running torch's cells again under autograd, which records them."""
-    *inputs, batch_sizes, _, _, _ = ctx.saved_tensors
-    x, h, c, *weights = inputs
-    parts: dict[int, Tensor] = {}
-    states: tuple[Tensor, ...] = (h,) if c is None else (h, c)
-    for size, at in _steps(batch_sizes, ctx.reverse):
-        some = tuple(state[:size] for state in states)
-        new = (torch.gru_cell(x[at], *some, *weights),) if c is None else torch.lstm_cell(x[at], some, *weights)
-        states = tuple(torch.cat([one, state[size:]]) for one, state in zip(new, states, strict=True))
-        parts[at.start] = new[0]
-    outputs = [torch.cat([parts[start] for start in sorted(parts)]), *states]
+    *saved, batch_sizes, _, _, _ = ctx.saved_tensors
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # aliases: what reaches one input through another is the affair of the nodes in between, as are hooks
+        inputs: list[Any] = [None if one is None else one.view_as(one) for one in saved]
+        if not create_graph:
+            inputs = [None if one is None else one.detach().requires_grad_() for one in inputs]
+        x, h, c, *weights = inputs
+        parts: dict[int, Tensor] = {}
+        states: tuple[Tensor, ...] = (h,) if c is None else (h, c)
+        for size, at in _steps(batch_sizes, ctx.reverse):
+            some = tuple(state[:size] for state in states)
+            new = (torch.gru_cell(x[at], *some, *weights),) if c is None else torch.lstm_cell(x[at], some, *weights)
+            states = tuple(torch.cat([one, state[size:]]) for one, state in zip(new, states, strict=True))
+            parts[at.start] = new[0]
+        outputs = [torch.cat([parts[start] for start in sorted(parts)]), *states]
     wanted = [one for one, needed in zip(inputs, ctx.needs_input_grad, strict=False) if needed]
-    found = iter(torch.autograd.grad(outputs, wanted, gradients[: len(outputs)], create_graph=True))
+    found = iter(torch.autograd.grad(outputs, wanted, gradients[: len(outputs)], create_graph=create_graph))
     return tuple(next(found) if needed else None for needed in ctx.needs_input_grad)
 
 

@@ -273,10 +273,16 @@ class TestSizes:
             make("forecasting", bidirectional=True)
 
     @pytest.mark.parametrize(
-        "layers", [{"conv_kernel": 4}, BLOCK | {"conv_kernel": 1}, BLOCK | {"feed_forward_dim": -1}]
+        ("layers", "message"),
+        [
+            ({"conv_kernel": 4}, "conv_kernel=4 needs residual=True"),
+            (BLOCK | {"conv_kernel": 1}, "conv_kernel must be 0, for none, or an integer from 2 on; got 1"),
+            (BLOCK | {"conv_kernel": 2.5}, "an integer from 2 on; got 2.5"),
+            (BLOCK | {"feed_forward_dim": -1}, "feed_forward_dim must be 0, for none, or an integer from 1 on; got -1"),
+        ],
     )
-    def test_parts_of_a_block_that_cannot_be(self, layers):
-        with pytest.raises(ValueError, match=r"conv_kernel is 0, or 2 or more, .* Got .*with residual="):
+    def test_parts_of_a_block_that_cannot_be(self, layers, message):
+        with pytest.raises(ValueError, match=message):
             make(**layers)
 
 

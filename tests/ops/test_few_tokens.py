@@ -4,6 +4,7 @@ from importlib import import_module
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_accel.nn import TopKGate
 from lightning_accel.ops import expert_mlp
@@ -132,6 +133,12 @@ def test_what_does_not_fit_is_refused(native):
         experts_of_few_tokens(tokens[:, :2], token_of_slot, weights, counts, *layers, "silu")
     with pytest.raises(RuntimeError, match=r"k must lie in \[1, E\]"):
         route_few_tokens(torch.randn(2, 3), None, 4, False, True, 1.0)
+
+
+def test_operations_are_counted(native):
+    with FlopCounterMode(display=False) as counter:
+        expert_mlp(*mixture(counts=(2, 0, 0, 1, 1)))
+    assert counter.get_total_flops() == 2 * 5 * (12 * 10 + 10 * 6)  # of all slots, the ignored one too
 
 
 def test_threads_change_no_bit(native):

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_accel._private.torch import grouped_mm
 from lightning_accel.ops.evaluation import evaluating
+from lightning_accel.ops.native import KERNELS
 
 
 class Macs(NamedTuple):
@@ -62,7 +63,7 @@ def _own_counts(module: nn.Module, counter: FlopCounterMode) -> dict[str, int]:
 
 @contextmanager
 def _plain_kernels() -> Iterator[None]:
-    """Disable fused kernels of recurrent layers and attention, whose products are not dispatched one by one."""
+    """Disable fused kernels of recurrent layers, experts and attention, whose products are not dispatched."""
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -72,6 +73,7 @@ def _plain_kernels() -> Iterator[None]:
                 torch.backends.mkldnn.flags(enabled=False),
                 torch.backends.cudnn.flags(enabled=False),
                 sdpa_kernel(SDPBackend.MATH),
+                KERNELS.switched_off(),
             ):
                 yield
     finally:

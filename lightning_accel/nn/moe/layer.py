@@ -26,9 +26,6 @@ _NAMES = {
 }
 
 
-_PARTS = "gate.", "experts.", "shared_expert", "router."  # beginnings of the names of a mixture's weights
-
-
 class MixtureOutput(NamedTuple):
     """Hold the output of a mixture of experts and the report of its gate."""
 
@@ -276,7 +273,7 @@ def read_transformers(state: Mapping[str, Tensor], prefix: str = "") -> dict[str
             files of Mixtral) or ``experts.e.gate_proj.weight``, ``up_proj``, ``down_proj`` (as in files of OLMoE), or
             ``experts.gate_up_proj`` and ``experts.down_proj`` (as in modules of transformers 5); and perhaps
             ``shared_experts.gate_proj.weight``, ``up_proj`` and ``down_proj`` (as in files of DeepSeek).
-        prefix: prefix of these names, such as ``model.layers.0.block_sparse_moe.``. Names without it are ignored.
+        prefix: prefix of the names of the block, such as ``model.layers.0.block_sparse_moe.``. Others are ignored.
 
     Raises:
         ValueError: if a weight is missing, or the mixture has others, which would be lost; the message names it.
@@ -308,11 +305,10 @@ def read_transformers(state: Mapping[str, Tensor], prefix: str = "") -> dict[str
         converted["shared.up.weight"] = torch.cat([own[shared[0]], own[shared[1]]])
         converted["shared.down.weight"] = own[shared[2]]
         read |= {*shared}
-    lost = [name for name in own if name.startswith(_PARTS) and name not in read | {"gate.weight"} and own[name].any()]
-    if lost:
+    if lost := [f"{prefix}{name}" for name in own if name not in read | {"gate.weight"} and own[name].any()]:
         raise ValueError(
-            f"MixtureOfExperts has no place for {prefix}{lost[0]}, and would compute something else without it. Leave "
-            "the block as transformers has it, or remove that name from the state to start from the rest"
+            f"MixtureOfExperts has no place for {', '.join(lost[:4])}, and would compute something else without. Leave "
+            "the block as transformers has it, or remove these names from the state to start from the rest"
         )
     return converted
 

@@ -361,8 +361,8 @@ def _are_full(lengths: Tensor, steps: int) -> bool:
 
 def _join(ends: list[States]) -> State:
     """Stack the states of all layers."""
-    if len(ends) == 1:
-        joined = [state[None] for state in ends[0]]
+    if len(ends) == 1:  # copies: outputs may share the memory of a state
+        joined = [state[None].clone() for state in ends[0]]
     else:
         joined = [torch.stack(each) for each in zip(*ends, strict=True)]
     return (joined[0], joined[1]) if len(joined) == 2 else joined[0]

@@ -122,7 +122,7 @@ class SortedLayout(_ValidSteps):
         if not self.spans:
             # parameters without a gradient in one of several processes would make DDP wait
             nothing = torch.stack([parameter.sum() * 0 for parameter in layer.parameters()]).sum()
-            return data.new_zeros(0, layer.hidden_size) + nothing, tuple(state + nothing for state in states)
+            return nothing.new_zeros(0, layer.hidden_size) + nothing, tuple(state + nothing for state in states)
         run = self._run_packed if self.packed else self._run_spans
         out, new = run(layer, data, states)
         return out, tuple(state.index_select(0, self.back) for state in new)

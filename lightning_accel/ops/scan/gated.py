@@ -105,6 +105,8 @@ def _differentiable_backward(
     ctx: Any, grad: Tensor, gates: Tensor, state: Tensor | None, starts: Tensor | None, lengths: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     cell: str = "mingru" if ctx.num_gates == NUM_GATES["mingru"] else "minlstm"
+    # aliases: what reaches the gates from the state is the affair of the nodes in between
+    gates, state = gates.view_as(gates), None if state is None else state.view_as(state)
     learned = [
         x for x, needed in zip((gates, state), ctx.needs_input_grad[:2], strict=True) if x is not None and needed
     ]

@@ -106,7 +106,12 @@ def test_what_does_not_fit_is_refused():
     assert read_transformers(biased, prefix="block_sparse_moe.").keys() == ours().state_dict().keys() - {
         "gate.expert_slots"
     }
-    for name in ("gate.e_score_correction_bias", "shared_expert_gate.weight", "experts.0.w1.bias"):
+    for name in (
+        "e_score_correction_bias",
+        "gate.e_score_correction_bias",
+        "shared_expert_gate.weight",
+        "experts.0.w1.bias",
+    ):
         with pytest.raises(ValueError, match=f"no place for block_sparse_moe.{name}, and would compute something else"):
             read_transformers(written | {f"block_sparse_moe.{name}": torch.ones(3)}, prefix="block_sparse_moe.")
     with pytest.raises(ValueError, match=r"no block_sparse_moe.shared_experts.gate_proj.weight among the weights, but"):

@@ -31,6 +31,28 @@ def test_the_state_of_a_convolution_is_what_came_before():
     torch.testing.assert_close(conv.step(x[:1, 0], state[:, :1])[0], whole[:1, 6])
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"conv_kernel": 4}, "conv_kernel=4 needs residual=True"),
+        ({"feed_forward_dim": 4}, "feed_forward_dim=4 needs residual=True"),
+        ({"input_size": 3}, "a block needs an rnn of one layer and input_size=3"),
+        ({"rnn": DynamicRNN(4, 4, 2)}, "got num_layers=2"),
+        ({"rnn": DynamicRNN(4, 5), "residual": True}, "output_size=5"),
+    ],
+)
+def test_blocks_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        RecurrentBlock(**{"rnn": DynamicRNN(4, 4), "input_size": 4} | options)
+    with pytest.raises(ValueError, match="dim and kernel_size must be at least 1; got 3 and 0"):
+        CausalConvolution(3, 0)
+    with pytest.raises(ValueError, match=r"x \(B, T, 3\); got \(2, 5, 1\)"):
+        CausalConvolution(3, 4)(torch.randn(2, 5, 1))
+    block = RecurrentBlock(DynamicRNN(4, 4, pooling="none"), 4, residual=True, conv_kernel=2)
+    with pytest.raises(ValueError, match="the state of a block with a convolution is a pair"):
+        block.step(torch.randn(2, 4), torch.zeros(1, 2, 4))
+
+
 @pytest.mark.parametrize("pooling", ["none", "mean"])
 def test_a_block_is_the_sum_of_its_branches(pooling):
     rnn = DynamicRNN(4, 4, cell="mingru", pooling=pooling)

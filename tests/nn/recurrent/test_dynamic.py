@@ -234,6 +234,49 @@ def test_auto_takes_what_suits_the_lengths():
     assert chosen(scan, [3, 2], "meta") == chosen(gru, None, "meta") == "padded"
 
 
+@pytest.mark.parametrize("cell", ["gru", "lstm", "mingru"])
+def test_second_derivatives_of_runs_that_depend_on_each_other(cell, native):
+    """Of a run that goes on from the state of another, with the same weights twice, and hooks of weights."""
+    rnn = DynamicRNN(INPUT, INPUT, 2, cell=cell, execution="lanes" if cell in SCANS else "packed")
+    rnn.layers[1] = rnn.layers[0]
+    x, lengths = torch.randn(3, 5, INPUT), torch.tensor([5, 2, 3])
+    rnn.layers[0].weight_ih.register_hook(lambda grad: 2 * grad)
+
+    def gradients(create_graph):
+        first = rnn(x, lengths)
+        loss = rnn(x, lengths, first.state).output.sin().sum()
+        return torch.autograd.grad(loss, [*rnn.parameters()], create_graph=create_graph)
+
+    torch.testing.assert_close(gradients(True), gradients(False))
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_many_gradients_at_once(cell, native):
+    rnn, x = make(cell, "packed"), torch.randn(3, 5, INPUT, requires_grad=True)
+    out = rnn(x, torch.tensor([5, 2, 3])).output
+    probes = torch.randn(4, *out.shape)
+    (found,) = torch.autograd.grad(out, x, probes, is_grads_batched=True, retain_graph=True)
+    expected = torch.stack([torch.autograd.grad(out, x, probe, retain_graph=True)[0] for probe in probes])
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_states_have_memory_of_their_own(cell):
+    rnn, x = DynamicRNN(INPUT, HIDDEN, cell=cell), torch.randn(2, 50, INPUT)
+    with torch.no_grad():
+        whole = rnn(x)
+        output, state = rnn.step(x[:, 0])
+    for out, found in ((whole.output, whole.state), (output, state)):
+        for one in found if isinstance(found, tuple) else (found,):
+            assert one.untyped_storage().nbytes() == one.nbytes
+            assert one.untyped_storage().data_ptr() != out.untyped_storage().data_ptr()
+
+
+def test_samples_without_steps_have_outputs_in_the_dtype_of_the_weights():
+    for lengths in ([0, 0], [1, 0]):
+        assert make("gru")(torch.randn(2, 3, INPUT).double(), torch.tensor(lengths)).output.dtype == torch.float32
+
+
 def test_auto_takes_fused_steps_where_they_are_the_fastest(native, monkeypatch):
     gru, lstm, wide = make("gru"), make("lstm"), DynamicRNN(1024, 1024)  # a step of 3 samples: 19 million products
     assert chosen(gru, None) == chosen(gru, [3, 3]) == chosen(gru, [3, 1]) == chosen(lstm, [5, 3]) == "packed"

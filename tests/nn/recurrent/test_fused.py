@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_accel.nn.recurrent import fused
 from lightning_accel.nn.recurrent.fused import fuse_, is_fusible, unfuse_
@@ -154,6 +155,28 @@ def test_one_step_is_that_of_torchs_cell(cell, hidden_size, samples, native):
     expected = torch.lstm_cell(x, states, *weights) if len(states) == 2 else (torch.gru_cell(x, states[0], *weights),)
     torch.testing.assert_close(found, expected)
     assert all(map(torch.equal, states, copies))
+
+
+def test_float64_stays_float64_under_autocast(monkeypatch):
+    monkeypatch.setattr(recurrent_steps_module, "multiplies_bfloat16", lambda: True)
+    layer = nn.GRU(5, 7, dtype=torch.float64)
+    x, _ = inputs(layer)
+    expected = fused_copy(layer)(x)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_equal([fused_copy(layer)(x)[0]], [expected])
+
+
+def test_operations_are_counted(native):
+    layer, x = fused_copy(nn.GRU(5, 7)), torch.randn(4, 2, 5)
+    with FlopCounterMode(display=False) as counter:
+        layer(x)[0].sum().backward()
+    of_input, of_state = 2 * 8 * 21 * 5, 2 * 8 * 21 * 7
+    # forward, and gradients of weights and of the state; x needs none
+    assert counter.get_total_flops() == 2 * of_input + 3 * of_state
+    weights = [one.detach() for one in layer.all_weights[0]]
+    with FlopCounterMode(display=False) as counter:
+        recurrent_step("gru", x[0], (torch.zeros(2, 7),), weights)
+    assert counter.get_total_flops() == 2 * 2 * 21 * (5 + 7)
 
 
 def test_frozen_parameters_and_inputs_get_no_gradient():
