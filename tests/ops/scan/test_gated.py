@@ -217,6 +217,15 @@ class TestKernel:
         torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
     @cells
+    def test_a_state_that_depends_on_the_gates_counts_once(self, cell):
+        gates = inputs(cell, (2, 6, 3))[0]
+        out = gated_scan(cell, gates, gates.mean(1)[:, :3])
+        found = [
+            torch.autograd.grad(out.sum(), gates, create_graph=graph, retain_graph=True) for graph in (True, False)
+        ]
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+    @cells
     def test_op_is_registered_right(self, cell):
         time_major = inputs(cell, (5, 3, 2))[0].detach().transpose(0, 1).requires_grad_()
         forward = torch.ops.lightning_accel_native.gated_scan.default
