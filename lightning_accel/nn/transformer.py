@@ -67,13 +67,15 @@ class CausalSelfAttention(nn.Module):
         heads = self.query_key_value(x).unflatten(-1, (-1, 3, self.head_dim))  # (B, T, M, 3, F); M of this device
         heads = heads.permute(3, 0, 2, 1, 4)  # (3, B, M, T, F)
         start = 0 if cache is None else cache.length
-        positions = torch.arange(start, start + x.shape[1], device=x.device)
+        positions = start + torch.arange(x.shape[1], device=x.device)
         turned, values = heads.split((2, 1))  # not slices, each of whose gradients is filled up with zeros
         (queries, keys), values = rotate(turned, positions).unbind(), values.squeeze(0)
         mask = None
         if cache is not None:
             keys, values = cache.append(keys, values)
-            if x.shape[1] > 1:  # one token sees all
+            # the last token sees all, but the empty places of a cache of another class
+            sees_all = type(cache) is KeyValueCache and not torch.compiler.is_compiling() and x.shape[1] == 1
+            if not sees_all:
                 mask = torch.arange(keys.shape[2], device=x.device) <= positions.unsqueeze(1)  # (T, all)
         mixed = F.scaled_dot_product_attention(queries, keys, values, mask, is_causal=cache is None)
         return self.out(mixed.transpose(1, 2).flatten(2))

@@ -88,6 +88,8 @@ def route_few_tokens(
 
 def has_few_slots(num_slots: int, tokens: Tensor, *weights: Tensor) -> bool:
     """Return whether :func:`experts_of_few_tokens` serves, and is the fastest for, ``num_slots`` of these weights."""
+    if _is_traced():  # before comparisons of sizes, which would become guards
+        return False
     first = weights[0]
     if num_slots > _MOST_SLOTS.get(first.dtype, 0) * len(first):
         return False
@@ -97,7 +99,7 @@ def has_few_slots(num_slots: int, tokens: Tensor, *weights: Tensor) -> bool:
 
 def has_few_tokens(logits: Tensor) -> bool:
     """Return whether :func:`route_few_tokens` serves, and is the fastest for, ``logits`` (N, E)."""
-    return 0 < len(logits) <= _MOST_TOKENS and logits.dtype == torch.float32 and _serves(logits)
+    return not _is_traced() and 0 < len(logits) <= _MOST_TOKENS and logits.dtype == torch.float32 and _serves(logits)
 
 
 def _flops(
@@ -111,12 +113,13 @@ def _count_flops() -> None:
     register_flop_formula(torch.ops.lightning_accel_native.experts_of_few_tokens)(_flops)
 
 
+def _is_traced() -> bool:
+    is_scripted: bool = torch.jit.is_tracing()  # type: ignore[attr-defined]
+    return torch.compiler.is_compiling() or is_scripted or in_transform() or in_forward_mode()
+
+
 def _serves(*tensors: Tensor) -> bool:
-    """Return whether nothing differentiates, transforms or traces plain ``tensors`` on a CPU that has kernels."""
-    if torch.compiler.is_compiling() or in_transform() or in_forward_mode():
-        return False
-    if torch.jit.is_tracing():  # type: ignore[attr-defined]
-        return False
+    """Return whether ``tensors`` are plain ones without gradients, on a CPU that has kernels."""
     if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
         return False
     is_plain = {*map(type, tensors)} <= _PLAIN and all(one.is_cpu for one in tensors)

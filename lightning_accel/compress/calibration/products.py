@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from lightning_accel._private.torch import TorchDispatchMode
 from lightning_accel.ops import grouped_products
+from lightning_accel.ops.native import KERNELS
 
 
 class Matrix(NamedTuple):
@@ -36,7 +38,8 @@ class ProductRecorder(TorchDispatchMode):
     """Pass on the inputs of each product with one of the given weights, while entered.
 
     It sees the operations of ATen, and so ``F.linear``, matrix products, convolutions and what computes by them, such
-    as attention, recurrent layers and experts; no products within kernels of other libraries.
+    as attention, recurrent layers and experts; no products within kernels of other libraries. Those of this package
+    are switched off meanwhile.
 
     Args:
         weights: contiguous tensors by name.
@@ -45,10 +48,20 @@ class ProductRecorder(TorchDispatchMode):
 
     def __init__(self, weights: Mapping[str, Tensor], record: Callable[[Matrix, Tensor], None]) -> None:
         super().__init__()
+        self._without_kernels = ExitStack()  # whose products it does not see
         self._record = record
         self._weights: dict[int, list[tuple[str, Tensor]]] = {}
         for name, weight in weights.items():
             self._weights.setdefault(weight.untyped_storage().data_ptr(), []).append((name, weight))
+
+    def __enter__(self) -> "ProductRecorder":
+        self._without_kernels.enter_context(KERNELS.switched_off())
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._without_kernels.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         find = _PRODUCTS.get(func)

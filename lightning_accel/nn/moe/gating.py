@@ -273,7 +273,8 @@ def _require_sizes(dim: int, num_experts: int, k: int) -> None:
 
 def _top(scores: Tensor, k: int) -> Tensor:
     """Return the columns (N, K) of the ``k`` largest scores in each row."""
-    if scores.device.type != "cpu" or k > _FEW or (len(scores) <= _FEW_TOKENS and not torch.compiler.is_compiling()):
+    are_few = not torch.compiler.is_compiling() and len(scores) <= _FEW_TOKENS
+    if scores.device.type != "cpu" or k > _FEW or are_few:
         return scores.topk(k, dim=1).indices
     # on a CPU, topk for a small k and many tokens takes several times as long as k calls of max
     columns = [scores.max(dim=1, keepdim=True).indices]
