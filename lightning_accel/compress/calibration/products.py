@@ -38,7 +38,7 @@ class ProductRecorder(TorchDispatchMode):
     """Pass on the inputs of each product with one of the given weights, while entered.
 
     It sees the operations of ATen, and so ``F.linear``, matrix products, convolutions and what computes by them, such
-    as attention, recurrent layers and experts; no products within kernels of other libraries. Those of this package
+    as attention, recurrent layers and experts; no products within kernels of other libraries. Kernels of this package
     are switched off meanwhile.
 
     Args:
