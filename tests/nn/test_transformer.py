@@ -54,7 +54,7 @@ def test_dropout_drops_of_both_that_are_added():
     torch.testing.assert_close(block(x).features, x)
 
 
-@pytest.mark.parametrize("pieces", [[7], [1] * 7, [3, 1, 3]], ids=str)
+@pytest.mark.parametrize("pieces", [[7], [1] * 7, [2, 1, 4]], ids=str)
 def test_cache_gives_what_the_whole_sequence_gives(pieces):
     layer, x = CausalSelfAttention(12, 3), torch.randn(2, 7, 12)
     cache = KeyValueCache(7)

@@ -87,6 +87,8 @@ def test_routes_are_those_of_the_gate(options, native):
                     torch.testing.assert_close(one, other, check_dtype=False, equal_nan=True, rtol=1e-5, atol=1e-6)
         assert torch.equal(found.expert_of_slot[finite], expected.expert_of_slot[finite])
         assert finite.all() == (rows is not x)
+        for chosen in found.expert_of_slot.view(gate.k, -1).t().tolist():
+            assert len({*chosen}) == gate.k
 
 
 def test_the_gate_leaves_the_kernel_to_few_tokens_in_evaluation(native):
