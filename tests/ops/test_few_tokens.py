@@ -91,6 +91,15 @@ def test_routes_are_those_of_the_gate(options, native):
             assert len({*chosen}) == gate.k
 
 
+def test_of_equal_scores_the_first_are_chosen(native):
+    gate, x = TopKGate(6, EXPERTS, score="sigmoid").eval(), torch.ones(3, 6)
+    gate.weight.detach().fill_(30.0)  # sigmoids of exactly 1
+    with torch.no_grad():
+        assert torch.equal(gate(x).expert_of_slot, torch.tensor([0, 0, 0, 1, 1, 1]))
+        with KERNELS.switched_off():
+            assert torch.equal(gate(x).expert_of_slot, torch.tensor([0, 0, 0, 1, 1, 1]))
+
+
 def test_the_gate_leaves_the_kernel_to_few_tokens_in_evaluation(native):
     gate, x = TopKGate(6, EXPERTS), torch.randn(3, 6)
     with torch.no_grad():

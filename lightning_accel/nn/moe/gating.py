@@ -18,7 +18,6 @@ from lightning_accel.nn.features import require_floating, require_width
 from lightning_accel.ops.few_tokens import has_few_tokens, route_few_tokens
 
 _FEW = 4  # experts per token
-_FEW_TOKENS = 256
 _MANY_PASSES = 1000  # more than the usual number of accumulated micro-batches
 
 
@@ -273,10 +272,9 @@ def _require_sizes(dim: int, num_experts: int, k: int) -> None:
 
 def _top(scores: Tensor, k: int) -> Tensor:
     """Return the columns (N, K) of the ``k`` largest scores in each row."""
-    are_few = not torch.compiler.is_compiling() and len(scores) <= _FEW_TOKENS
-    if scores.device.type != "cpu" or k > _FEW or are_few:
+    if scores.device.type != "cpu" or k > _FEW:
         return scores.topk(k, dim=1).indices
-    # on a CPU, topk for a small k and many tokens takes several times as long as k calls of max
+    # on a CPU, topk for a small k takes several times as long as k calls of max, and has another order of equal scores
     columns = [scores.max(dim=1, keepdim=True).indices]
     while len(columns) < k:
         scores = scores.scatter(1, columns[-1], -torch.inf)
