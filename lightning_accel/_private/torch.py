@@ -78,6 +78,12 @@ def in_transform() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def is_traced() -> bool:
+    """Return whether operations are recorded, transformed or differentiated forwards, as kernels cannot be."""
+    is_scripted: bool = torch.jit.is_tracing()  # type: ignore[attr-defined]
+    return torch.compiler.is_compiling() or is_scripted or in_transform() or in_forward_mode()
+
+
 def is_batched(x: Tensor) -> bool:
     """Return whether ``x`` stands for many tensors, in vmap or in gradients of ``is_grads_batched``."""
     return torch._C._functorch.is_batchedtensor(x) or torch._C._functorch.is_legacy_batchedtensor(x)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-from lightning_accel._private.torch import in_forward_mode, in_transform
+from lightning_accel._private.torch import is_traced
 from lightning_accel.ops.native import KERNELS
 
 # Slots per expert up to which reading each weight once is faster than matrix products, measured on Zen 5. In bfloat16
@@ -88,7 +88,7 @@ def route_few_tokens(
 
 def has_few_slots(num_slots: int, tokens: Tensor, *weights: Tensor) -> bool:
     """Return whether :func:`experts_of_few_tokens` serves, and is the fastest for, ``num_slots`` of these weights."""
-    if _is_traced():  # before comparisons of sizes, which would become guards
+    if is_traced():  # before comparisons of sizes, which would become guards
         return False
     first = weights[0]
     if num_slots > _MOST_SLOTS.get(first.dtype, 0) * len(first):
@@ -99,7 +99,7 @@ def has_few_slots(num_slots: int, tokens: Tensor, *weights: Tensor) -> bool:
 
 def has_few_tokens(logits: Tensor) -> bool:
     """Return whether :func:`route_few_tokens` serves, and is the fastest for, ``logits`` (N, E)."""
-    return not _is_traced() and 0 < len(logits) <= _MOST_TOKENS and logits.dtype == torch.float32 and _serves(logits)
+    return not is_traced() and 0 < len(logits) <= _MOST_TOKENS and logits.dtype == torch.float32 and _serves(logits)
 
 
 def _flops(
@@ -111,11 +111,6 @@ def _flops(
 @KERNELS.on_load
 def _count_flops() -> None:
     register_flop_formula(torch.ops.lightning_accel_native.experts_of_few_tokens)(_flops)
-
-
-def _is_traced() -> bool:
-    is_scripted: bool = torch.jit.is_tracing()  # type: ignore[attr-defined]
-    return torch.compiler.is_compiling() or is_scripted or in_transform() or in_forward_mode()
 
 
 def _serves(*tensors: Tensor) -> bool:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-from lightning_accel._private.torch import in_forward_mode, in_transform, is_batched, multiplies_bfloat16
+from lightning_accel._private.torch import is_batched, is_traced, multiplies_bfloat16
 from lightning_accel.ops.native import KERNELS
 
 Weights = Sequence[Tensor | None]
@@ -91,9 +91,7 @@ def has_fused_steps(cell: str, *tensors: Tensor) -> bool:
 
     All of ``tensors`` have the device and dtype of the first.
     """
-    if cell not in ("gru", "lstm") or torch.compiler.is_compiling() or in_transform() or in_forward_mode():
-        return False
-    if torch.jit.is_tracing():  # type: ignore[attr-defined]
+    if cell not in ("gru", "lstm") or is_traced():
         return False
     first = tensors[0]
     is_plain = first.dtype == torch.float32 and first.is_cpu and set(map(type, tensors)) <= _PLAIN

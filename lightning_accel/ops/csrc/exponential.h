@@ -1,7 +1,8 @@
-// exp of numbers up to 0 in float32, inline, so that loops over it are vectorised.
+// exp of numbers up to 0, and sigmoids, in float32, inline, so that loops over it are vectorised.
 
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -26,6 +27,11 @@ inline float exp_of_negative(float x) {
   float power;
   std::memcpy(&power, &bits, sizeof power);
   return p * power;
+}
+
+inline float sigmoid(float x) {
+  const float small = exp_of_negative(-std::fabs(x)), big = 1.0f / (1.0f + small);
+  return x >= 0 ? big : small * big;
 }
 
 }  // namespace lightning_accel

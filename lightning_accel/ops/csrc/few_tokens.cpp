@@ -22,7 +22,7 @@ namespace {
 
 using lightning_accel::BFloat16;
 using lightning_accel::dot;
-using lightning_accel::exp_of_negative;
+using lightning_accel::sigmoid;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Maybe = std::optional<Tensor>;
@@ -37,11 +37,6 @@ void check(const Tensor& x, ScalarType dtype, int64_t dim) {
   STD_TORCH_CHECK(x.scalar_type() == dtype && x.dim() == dim && x.is_contiguous(),
                   "tensors must be contiguous: tokens (N, D), weights of slots (S,) and logits (N, E) float32, slots and "
                   "counts int64, layers of experts all float32 or all bfloat16");
-}
-
-inline float sigmoid(float x) {
-  const float small = exp_of_negative(-std::fabs(x)), big = 1.0f / (1.0f + small);
-  return x >= 0 ? big : small * big;
 }
 
 // In the order of the names in few_tokens.py.

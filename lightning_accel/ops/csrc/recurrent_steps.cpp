@@ -26,6 +26,7 @@ namespace {
 
 using lightning_accel::dot;
 using lightning_accel::exp_of_negative;
+using lightning_accel::sigmoid;
 using lightning_accel::kSums;
 using lightning_accel::Vector;
 using torch::headeronly::ScalarType;
@@ -35,11 +36,6 @@ using Maybe = std::optional<Tensor>;
 constexpr int kLanes = lightning_accel::kWidth;
 constexpr int kBack = 4;              // vectors of a panel in the backward pass
 constexpr int64_t kGrain = 1 << 20;  // multiplications that are worth a thread
-
-inline float sigmoid(float x) {
-  const float small = exp_of_negative(-std::fabs(x)), big = 1.0f / (1.0f + small);
-  return x >= 0 ? big : small * big;
-}
 
 // Cephes' tanhf (Moshier 1989): a polynomial where the quotient would lose digits.
 inline float tanh(float x) {
