@@ -56,7 +56,7 @@ def in_turns(calls: dict[str, Callable[[], object]], repeats: int, turns: int) -
 def generation(batch_size: int, turns: int) -> dict[str, float]:
     """Tokens a second."""
     ours = MoELanguageModel(
-        VOCABULARY, dim=DIM, num_layers=LAYERS, num_heads=HEADS,
+        VOCABULARY, dim=DIM, num_layers=LAYERS, attention={"num_heads": HEADS},
         experts=Experts(hidden_dim=HIDDEN, num_experts=EXPERTS, k=2),
     ).eval()  # fmt: skip
     config = MixtralConfig(

@@ -45,7 +45,9 @@ class Scheduled(MoELanguageModel):
 
 def train(subject: str, seed: int, steps: int, device: str) -> dict[str, float]:
     L.seed_everything(seed, verbose=False)
-    model = Scheduled(dim=128, num_layers=4, num_heads=4, **{"experts": Experts(hidden_dim=192), **SUBJECTS[subject]})
+    model = Scheduled(
+        dim=128, num_layers=4, attention={"num_heads": 4}, **{"experts": Experts(hidden_dim=192), **SUBJECTS[subject]}
+    )
     model.steps = steps
     trainer = L.Trainer(
         accelerator=device,

@@ -68,7 +68,7 @@ def one_cycle(module: nn.Module, steps: int) -> Any:
 def make(subject: str, steps: int) -> L.LightningModule:
     if subject == "Llama":
         return Llama(steps)
-    model = Mixture(vocab_size=257, dim=128, num_layers=4, num_heads=4, experts=Experts(hidden_dim=192))
+    model = Mixture(vocab_size=257, dim=128, num_layers=4, attention={"num_heads": 4}, experts=Experts(hidden_dim=192))
     model.steps = steps
     return model
 

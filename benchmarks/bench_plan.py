@@ -112,7 +112,9 @@ def resnet(size: Size) -> tuple[L.LightningModule, TensorDataset]:
 
 def mixture(size: Size) -> tuple[L.LightningModule, list[Tensor]]:
     dim, num_layers, length = {"tiny": (32, 6, 16), "small": (512, 6, 256), "large": (1024, 12, 1024)}[size]
-    model = MoELanguageModel(vocab_size=4096, dim=dim, num_layers=num_layers, num_heads=8, experts={"num_experts": 8})
+    model = MoELanguageModel(
+        vocab_size=4096, dim=dim, num_layers=num_layers, attention={"num_heads": 8}, experts={"num_experts": 8}
+    )
     return model, list(torch.randint(0, 4096, (128, length + 1)))
 
 

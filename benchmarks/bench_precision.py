@@ -116,9 +116,14 @@ def check(figures: dict[str, dict[str, Any]]) -> None:
 
 
 def measure(device: str, rounds: int, steps: int, quick: bool, names: list[str]) -> list[dict[str, object]]:
-    sizes: dict[str, Any] = {"dim": 128, "num_layers": 2, "num_heads": 4, "experts": Experts(hidden_dim=192)}
+    sizes: dict[str, Any] = {
+        "dim": 128,
+        "num_layers": 2,
+        "attention": {"num_heads": 4},
+        "experts": Experts(hidden_dim=192),
+    }
     if device == "cuda":
-        sizes = {"dim": 1024, "num_layers": 8, "num_heads": 16, "experts": Experts(hidden_dim=2048)}
+        sizes = {"dim": 1024, "num_layers": 8, "attention": {"num_heads": 16}, "experts": Experts(hidden_dim=2048)}
     data = TextDataModule(context_length=64 if quick else 128, batch_size=8 if quick else 16)
     makers = {name: make for name, make in subjects(device).items() if name == BASELINE or name in names}
     gathered: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in makers}

@@ -8,7 +8,7 @@ from lightning_accel.models.dbn import DeepBeliefNetwork
 from lightning_accel.models.dbn_fine_tuning import FineTuning
 from lightning_accel.models.dbn_stages import Stage
 from lightning_accel.models.experts import Experts
-from lightning_accel.models.language_model import Generation, MoELanguageModel
+from lightning_accel.models.language_model import Attention, Generation, MoELanguageModel
 from lightning_accel.models.moe import MoEClassifier
 from lightning_accel.models.rnn import RecurrentLayers, SequenceModel
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lightning_accel.models.relational import RelationalGNN as RelationalGNN
 
 __all__ = [
+    "Attention",
     "Classifier",
     "ConvolutionLayers",
     "DBNClassifier",

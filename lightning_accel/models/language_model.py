@@ -35,6 +35,7 @@ from lightning_accel.nn import (
     summarise_load,
 )
 from lightning_accel.nn.moe.gating import GateFactory
+from lightning_accel.nn.transformer import visible_tokens
 from lightning_accel.ops.evaluation import evaluating
 from lightning_accel.ops.options import options_of, read_options
 from lightning_accel.ops.renames import renamed_arguments
@@ -42,6 +43,23 @@ from lightning_accel.ops.token_sampling import draw_tokens
 from lightning_accel.strategies.gradients import clip_grad_norm_
 from lightning_accel.strategies.mixed_updates import update_mixed_groups_one_by_one
 from lightning_accel.strategies.sharding.blocks import broadcast_state
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Hold the options of a language model's attention layers.
+
+    Args:
+        num_heads: number of heads of queries.
+        num_key_value_heads: number of heads of keys and values, which divides ``num_heads``; by default as many. With
+            fewer, adjacent heads of queries share them, and generation keeps less (grouped-query attention).
+        separate_documents: tokens see only those of their own document, where a row holds several. A document begins
+            with the separator, the last token of the vocabulary.
+    """
+
+    num_heads: int = 4
+    num_key_value_heads: int | None = None
+    separate_documents: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,12 +101,14 @@ class MoELanguageModel(SizedModel):
         vocab_size: V; by default the datamodule's attribute of that name.
         dim: D.
         num_layers: number of blocks.
-        num_heads: number of heads of each attention layer.
+        attention: the options of each attention layer, see :class:`lightning_accel.models.Attention`.
         experts: the options of each mixture, see :class:`lightning_accel.models.Experts`.
         moe_every: one in so many blocks, the last of them, has a mixture; 0 for none, a dense model. The others have a
             hidden width of ``experts.k * experts.hidden_dim``, of the same cost.
         gate: creates a gate; called with ``dim``, ``num_experts`` and ``k``. Hyperparameters contain it if a config
             named it, else pass it to ``load_from_checkpoint`` again.
+        tie_embeddings: score tokens by the weights that embed them (Press and Wolf 2017,
+            https://arxiv.org/abs/1608.05859).
         dropout: share of the output of a layer that is dropped in training.
         activation_checkpointing: keep only the input of each block, and recompute the rest in the backward pass.
         generation: how ``predict`` continues prompts, see :class:`lightning_accel.models.Generation`.
@@ -98,7 +118,7 @@ class MoELanguageModel(SizedModel):
         ValueError: if a number is out of range, or the gate uses later tokens; before a run starts, if ``vocab_size``
             is neither given nor provided by the datamodule, or contradicts it.
 
-    >>> model = MoELanguageModel(vocab_size=11, dim=8, num_layers=2, num_heads=2, experts=Experts(hidden_dim=8))
+    >>> model = MoELanguageModel(vocab_size=11, dim=8, attention=Attention(num_heads=2), experts=Experts(hidden_dim=8))
     >>> model(torch.randint(11, (3, 5))).logits.shape
     torch.Size([3, 5, 11])
     """
@@ -108,6 +128,7 @@ class MoELanguageModel(SizedModel):
 
     @renamed_arguments(
         expert_dim="experts.hidden_dim",
+        num_heads="attention.num_heads",
         **{name: f"experts.{name}" for name in options_of(Experts())},
         **{name: f"generation.{name}" for name in options_of(Generation())},
     )
@@ -117,10 +138,11 @@ class MoELanguageModel(SizedModel):
         *,
         dim: int = 128,
         num_layers: int = 4,
-        num_heads: int = 4,
+        attention: Attention = Attention(),
         experts: Experts = Experts(),
         moe_every: int = 1,
         gate: GateFactory = TopKGate,
+        tie_embeddings: bool = False,
         dropout: float = 0.0,
         activation_checkpointing: bool = False,
         generation: Generation = Generation(),
@@ -128,8 +150,9 @@ class MoELanguageModel(SizedModel):
     ) -> None:
         super().__init__()
         experts, generation = read_options(Experts, experts), read_options(Generation, generation)
+        attention = read_options(Attention, attention)
         new_tokens, temperature, sample_from = generation.max_new_tokens, generation.temperature, generation.sample_from
-        require_at_least(1, dim=dim, num_layers=num_layers, num_heads=num_heads, max_new_tokens=new_tokens)
+        require_at_least(1, dim=dim, num_layers=num_layers, max_new_tokens=new_tokens)
         require_at_least(0, moe_every=moe_every, temperature=temperature, sample_from=sample_from)
         self.save_hyperparameters(ignore=["optimizer"])
         keep_plain_hyperparameters(self)
@@ -137,6 +160,8 @@ class MoELanguageModel(SizedModel):
         self.dim = dim
         self.balance_weight = experts.balance_weight
         self.z_weight = 0.001 if experts.z_weight is None else experts.z_weight
+        self.separate_documents = attention.separate_documents
+        self.tie_embeddings = tie_embeddings
         self.activation_checkpointing = activation_checkpointing
         self.generation = generation
         self.make_optimizer = optimizer
@@ -148,7 +173,8 @@ class MoELanguageModel(SizedModel):
             return MixtureOfExperts(*sizes, activation="silu", gated=True, bias=False, gate=gate)
 
         self.blocks = nn.ModuleList(
-            TransformerBlock(dim, num_heads, feed_forward(number), dropout) for number in range(num_layers)
+            TransformerBlock(dim, attention.num_heads, feed_forward(number), dropout, attention.num_key_value_heads)
+            for number in range(num_layers)
         )
         self.norm = nn.RMSNorm(dim)
         gates = self._gates()
@@ -189,6 +215,7 @@ class MoELanguageModel(SizedModel):
         mesh = _tensor_parallel_mesh(self.device_mesh)
         if mesh is not None and not isinstance(self.head.weight, DTensor):
             parallelize_module(self, mesh, self.tensor_parallel_plan(mesh.size()))
+            self._tie()  # both are sharded by tokens
             broadcast_state(self, torch.device(mesh.device_type))  # the other weights, which stay plain tensors
 
     def tensor_parallel_plan(self, num_devices: int) -> dict[str, ParallelStyle]:
@@ -197,13 +224,17 @@ class MoELanguageModel(SizedModel):
         Everything else, including mixtures, is replicated on every device and computes the same there.
 
         Raises:
-            ValueError: if ``num_devices`` does not divide the heads of an attention layer.
+            ValueError: if ``num_devices`` does not divide the heads of keys and values of an attention layer.
         """
         plan: dict[str, ParallelStyle] = {"head": ColwiseParallel(output_layouts=Replicate())}
+        if self.tie_embeddings:
+            plan["embedding"] = RowwiseParallel(input_layouts=Replicate())
         for number, block in enumerate(self.blocks):
-            num_heads = int(block.attention.num_heads)  # type: ignore[arg-type, union-attr]
-            if num_heads % num_devices:
-                raise ValueError(f"tensor_parallel_size must divide num_heads; got {num_devices} and {num_heads}")
+            heads = int(block.attention.num_key_value_heads)  # type: ignore[arg-type, union-attr]
+            if heads % num_devices:
+                raise ValueError(
+                    f"tensor_parallel_size must divide the heads of keys and values; got {num_devices} and {heads}"
+                )
             plan[f"blocks.{number}.attention.query_key_value"] = ColwiseParallel()
             plan[f"blocks.{number}.attention.out"] = RowwiseParallel()
         return plan
@@ -213,6 +244,7 @@ class MoELanguageModel(SizedModel):
         assert self.vocab_size is not None
         self.embedding = nn.Embedding(self.vocab_size, self.dim)
         self.head = nn.Linear(self.dim, self.vocab_size, bias=False)
+        self._tie()
         for weight in (self.embedding.weight, self.head.weight):
             nn.init.normal_(weight, std=0.02)
         # The sum of the blocks' outputs must not grow with their number (Radford et al. 2019, GPT-2, section 2.3).
@@ -220,6 +252,11 @@ class MoELanguageModel(SizedModel):
             for name, parameter in self.blocks.named_parameters():
                 if name.endswith(("attention.out.weight", "down.weight", "down_weight")):
                     parameter.div_(math.sqrt(2 * len(self.blocks)))
+
+    def _tie(self) -> None:
+        if self.tie_embeddings:
+            assert self.embedding is not None
+            self.head.weight = self.embedding.weight
 
     def configure_gradient_clipping(
         self,
@@ -241,13 +278,14 @@ class MoELanguageModel(SizedModel):
         """Score what follows each of ``tokens`` (B, T) int64, which continue those that ``caches`` hold."""
         if self.embedding is None:
             raise RuntimeError("the vocabulary of this MoELanguageModel is not known yet; pass vocab_size")
+        visible = self._visible(tokens, caches) if self.separate_documents else None
         x = self.embedding(tokens)  # (B, T, D)
         reports = []
         for number, block in enumerate(self.blocks):
             if self.activation_checkpointing and self.training:
-                x, report = checkpoint(block, x, use_reentrant=False)
+                x, report = checkpoint(block, x, None, visible, use_reentrant=False)
             else:
-                x, report = block(x, None if caches is None else caches[number])
+                x, report = block(x, None if caches is None else caches[number], visible)
             reports += [] if report is None else [report]
         logits = self.head(self.norm(x))
         # Here, so that a subclass's own training_step need not do it; and after the last layer, since in a pipeline the
@@ -255,6 +293,16 @@ class MoELanguageModel(SizedModel):
         if self.training:
             self.expert_load.add(reports)
         return LanguageModelOutput(logits, reports)
+
+    def _visible(self, tokens: Tensor, caches: Sequence[KeyValueCache] | None) -> Tensor:
+        """Return which tokens each of ``tokens`` sees, (B, 1, T, S) bool, S of them with those that ``caches`` hold."""
+        assert self.vocab_size is not None
+        documents = (tokens == self.vocab_size - 1).cumsum(dim=1)
+        if caches is not None:
+            if (before := caches[0].documents) is not None:
+                documents = torch.cat([before, before[:, -1:] + documents], dim=1)
+            caches[0].documents = documents
+        return visible_tokens(documents, tokens.shape[1])
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         logits, reports = self(batch[:, :-1])

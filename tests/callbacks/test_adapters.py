@@ -418,7 +418,7 @@ TEXT = (torch.arange(7) + torch.arange(12).unsqueeze(1)) % 11
 
 def fit_experts(include, rows, **strategy):
     torch.manual_seed(0)
-    module = MoELanguageModel(11, dim=16, num_layers=2, num_heads=2, experts=Experts(4, hidden_dim=6))
+    module = MoELanguageModel(11, dim=16, num_layers=2, attention={"num_heads": 2}, experts=Experts(4, hidden_dim=6))
     trainer(LowRankAdapters(2, include=include), max_epochs=1, **strategy).fit(module, rows)
     return module
 

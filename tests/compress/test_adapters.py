@@ -218,7 +218,9 @@ def test_weights_in_four_bits_are_merged_in_floats_and_copied():
 class Language(nn.Module):
     def __init__(self):
         super().__init__()
-        self.model = MoELanguageModel(11, dim=16, num_layers=1, num_heads=2, experts=Experts(4, hidden_dim=6))
+        self.model = MoELanguageModel(
+            11, dim=16, num_layers=1, attention={"num_heads": 2}, experts=Experts(4, hidden_dim=6)
+        )
 
     def forward(self, tokens):
         return self.model(tokens)[0]

@@ -14,7 +14,7 @@ from lightning_accel.models import Experts, Generation
 from lightning_accel.nn import ExpertChoiceGate, FeedForward, MixtureOfExperts
 from tests.ranks import run_ranks
 
-SMALL = {"dim": 16, "num_layers": 2, "num_heads": 2, "experts": Experts(4, hidden_dim=8)}
+SMALL = {"dim": 16, "num_layers": 2, "attention": {"num_heads": 2}, "experts": Experts(4, hidden_dim=8)}
 
 
 def small(vocab_size=11, **kwargs):
@@ -99,9 +99,12 @@ def test_compiled_model_trains_like_the_eager_one(activation_checkpointing):
     torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_cached_generation_equals_running_the_whole_text_each_time(temperature):
-    model, tokens = small().eval(), torch.randint(11, (2, 3))
+@pytest.mark.parametrize(
+    ("temperature", "attention"), [(0.0, {}), (0.8, {"num_key_value_heads": 1, "separate_documents": True})], ids=str
+)
+def test_cached_generation_equals_running_the_whole_text_each_time(temperature, attention):
+    model, tokens = small(attention={"num_heads": 2, **attention}).eval(), torch.randint(11, (2, 3))
+    tokens[0, 1] = 10  # the separator
     torch.nn.init.normal_(model.head.weight)
     draws = partial(torch.Generator().manual_seed, 5)
     actual = model.generate(tokens, 6, temperature, sample_from=4, generator=draws())
@@ -119,6 +122,38 @@ def test_cached_generation_equals_running_the_whole_text_each_time(temperature):
     assert not model.training
     model.train().generate(tokens, 1)
     assert model.training
+
+
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
+def test_documents_of_a_row_are_scored_as_if_alone(activation_checkpointing):
+    """The separator begins a document: it scores its first token, and the last token before it scores the separator."""
+    attention = {"num_heads": 2, "separate_documents": True}
+    model = small(attention=attention, activation_checkpointing=activation_checkpointing)
+    tokens = torch.randint(10, (3, 9))
+    tokens[0, 4] = tokens[1, 0] = tokens[1, 3] = tokens[1, 8] = 10
+    logits = model(tokens).logits
+    parts = [(0, 0, 4), (0, 4, 9), (1, 0, 3), (1, 3, 8), (1, 8, 9), (2, 0, 9)]
+    for row, start, stop in parts:
+        alone = model(tokens[row : row + 1, start:stop]).logits[0]
+        torch.testing.assert_close(logits[row, start:stop], alone, rtol=1e-4, atol=1e-6)
+    gradients = torch.autograd.grad(logits[0, 4:].square().sum(), model.parameters(), allow_unused=True)
+    alone = model(tokens[:1, 4:]).logits.square().sum()
+    torch.testing.assert_close(gradients, torch.autograd.grad(alone, model.parameters(), allow_unused=True))
+
+
+def test_tied_embeddings_are_one_weight_after_loading_too(data, tmp_path):
+    model = small(vocab_size=None, tie_embeddings=True, dropout=0.1)
+    trainer = quiet_trainer(default_root_dir=tmp_path, max_steps=2, precision="bf16-mixed")
+    trainer.fit(model, data())
+    trainer.save_checkpoint(tmp_path / "tied.ckpt")
+    loaded = MoELanguageModel.load_from_checkpoint(tmp_path / "tied.ckpt")
+    assert loaded.head.weight is loaded.embedding.weight
+    assert model.head.weight is model.embedding.weight
+    assert torch.equal(loaded.head.weight, model.head.weight)
+    untied = small(vocab_size=model.vocab_size)
+    assert sum(p.numel() for p in loaded.parameters()) == sum(
+        p.numel() for name, p in untied.named_parameters() if name != "head.weight"
+    )
 
 
 def test_generation_leaves_modes_as_they_were():

@@ -18,7 +18,7 @@ class Bare(L.LightningDataModule):
 
 
 CASES = [
-    (lambda: MoELanguageModel(dim=8, num_heads=2), "vocab_size", {"TextDataModule"}),
+    (lambda: MoELanguageModel(dim=8, attention={"num_heads": 2}), "vocab_size", {"TextDataModule"}),
     (MoEClassifier, "num_features and num_classes",
      {"TabularDataModule", "DigitsDataModule", "IdxDataModule"}),
     (RelationalGNN, "level", {"GraphDataModule"}),

@@ -29,11 +29,11 @@ MODELS = {
             "vocab_size": 11,
             "dim": 8,
             "num_layers": 2,
-            "num_heads": 2,
+            "attention": {"num_heads": 2},
             "experts": {"hidden_dim": 6},
             "generation": {"max_new_tokens": 3},
         },
-        {"experts.hidden_dim": "expert_dim"},
+        {"experts.hidden_dim": "expert_dim", "attention.num_heads": "num_heads"},
     ),
     "sequence": (
         SequenceModel,
@@ -53,7 +53,7 @@ MODELS = {
         {"marking.num_nodes": "marks"},
     ),
 }
-GROUPS = ("layers", "marking", "fine_tuning", "experts", "generation")
+GROUPS = ("attention", "layers", "marking", "fine_tuning", "experts", "generation")
 
 
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")  # Lightning's call

@@ -14,15 +14,17 @@ from tests.strategies.pipeline.test_strategy import ADAMW, load, tokens, trained
 SIZES = {"dim": 8, "num_layers": 2, "experts": Experts(4, hidden_dim=8, balance_weight=0.5), "moe_every": 2}
 
 
-def model(num_heads=4):
+def model(num_key_value_heads=2, tie_embeddings=False):
     torch.manual_seed(3)
-    return MoELanguageModel(vocab_size=11, num_heads=num_heads, optimizer=ADAMW, **SIZES)
+    attention = {"num_heads": 4, "num_key_value_heads": num_key_value_heads, "separate_documents": True}
+    options = {"attention": attention, "tie_embeddings": tie_embeddings, "optimizer": ADAMW}
+    return MoELanguageModel(vocab_size=11, **options, **SIZES)
 
 
-def check_trained(rank, folder, kind):
+def check_trained(rank, folder, kind, tied):
     """Updates are made as on CUDA."""
     torch.manual_seed(3)
-    module = model()
+    module = model(tie_embeddings=tied)
     with torch.no_grad():
         module.norm.weight.add_(rank)  # which that of the first process replaces
     strategy = kind(data_parallel_size=1, tensor_parallel_size=2, save_distributed_checkpoint=False)
@@ -33,13 +35,13 @@ def check_trained(rank, folder, kind):
     return result["logged"], plain, split
 
 
-@pytest.mark.parametrize("kind", [ModelParallelStrategy, AtomicModelParallelStrategy])
-def test_three_steps_equal_those_of_one_process(tmp_path, kind):
-    one = trained(tmp_path, module=model(), data=tokens(24), gradient_clip_val=0.5)
-    (logged, first, split), (_, second, _) = run_ranks(check_trained, tmp_path, kind)
+@pytest.mark.parametrize(("kind", "tied"), [(ModelParallelStrategy, False), (AtomicModelParallelStrategy, True)])
+def test_three_steps_equal_those_of_one_process(tmp_path, kind, tied):
+    one = trained(tmp_path, module=model(tie_embeddings=tied), data=tokens(24), gradient_clip_val=0.5)
+    (logged, first, split), (_, second, _) = run_ranks(check_trained, tmp_path, kind, tied)
     assert logged == pytest.approx(one["logged"], abs=1e-4)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert len(split) == 5
+    assert len(split) == 5  # tied weights are one
     whole, parallel = load(tmp_path, "one"), load(tmp_path, "pipeline")
     torch.testing.assert_close(parallel["state_dict"], dict(whole["state_dict"]), rtol=0, atol=1e-5)
     for one, other in zip(whole["optimizer_states"], parallel["optimizer_states"], strict=True):
@@ -74,13 +76,14 @@ def test_options_of_optimizers_are_changed_for_steps_alone():
     run_ranks(check_options)
 
 
-def check_refused(rank, folder, sizes, num_heads, said):
+def check_refused(rank, folder, sizes, num_key_value_heads, said):
     with pytest.raises(ValueError, match=said):
-        trained(folder, ModelParallelStrategy(*sizes), model(num_heads), tokens())
+        trained(folder, ModelParallelStrategy(*sizes), model(num_key_value_heads), tokens())
 
 
 def test_heads_must_go_into_the_devices(tmp_path):
-    run_ranks(check_refused, tmp_path, (1, 2), 1, "tensor_parallel_size must divide num_heads; got 2 and 1")
+    said = "tensor_parallel_size must divide the heads of keys and values; got 2 and 1"
+    run_ranks(check_refused, tmp_path, (1, 2), 1, said)
 
 
 @pytest.mark.slow

@@ -35,6 +35,33 @@ def test_attention_matches_loops():
     torch.testing.assert_close(layer(x), attention_by_loops(layer, x), rtol=1e-6, atol=1e-6)  # angles are float32
 
 
+@pytest.mark.parametrize("num_key_value_heads", [1, 2])
+def test_shared_heads_are_those_of_full_attention_that_repeats_them(num_key_value_heads):
+    shared, full = CausalSelfAttention(24, 6, num_key_value_heads), CausalSelfAttention(24, 6)
+    parts = shared.query_key_value.weight.detach().unflatten(0, (num_key_value_heads, -1, 4))
+    heads = [
+        torch.cat(
+            [
+                parts[h * num_key_value_heads // 6, h % (6 // num_key_value_heads)],
+                *parts[h * num_key_value_heads // 6, -2:],
+            ]
+        )
+        for h in range(6)
+    ]
+    full.query_key_value.weight.data, full.out.weight.data = torch.cat(heads), shared.out.weight.data
+    x = torch.randn(2, 5, 24)
+    torch.testing.assert_close(shared(x), full(x))
+    cache = KeyValueCache(5)
+    out = torch.cat([shared(piece, cache) for piece in x.split([2, 1, 2], dim=1)], dim=1)
+    torch.testing.assert_close(out, full(x))
+    assert cache.append(*torch.empty(2, 2, num_key_value_heads, 0, 4))[0].shape == (2, num_key_value_heads, 5, 4)
+
+
+def test_heads_that_do_not_share_evenly_are_refused():
+    with pytest.raises(ValueError, match="num_key_value_heads must divide num_heads; got 4 and 6"):
+        CausalSelfAttention(24, 6, 4)
+
+
 def test_rotation_depends_on_distance_alone():
     q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
     scores = [

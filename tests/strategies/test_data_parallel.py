@@ -236,7 +236,12 @@ def classifier():
 
 def language_model():
     torch.manual_seed(5)
-    sizes = {"dim": 8, "num_layers": 2, "num_heads": 2, "experts": Experts(4, hidden_dim=8, z_weight=0.1)}
+    sizes = {
+        "dim": 8,
+        "num_layers": 2,
+        "attention": {"num_heads": 2},
+        "experts": Experts(4, hidden_dim=8, z_weight=0.1),
+    }
     return MoELanguageModel(vocab_size=11, **sizes, optimizer=ADAMW)
 
 

@@ -184,10 +184,9 @@ class ChannelTrace(TorchDispatchMode):
     def _dim_to_keep(self, shape: tuple[int, ...], long: list[int]) -> tuple[int, tuple[str, str] | None]:
         """Return the dimension of attention heads, if a running module has as many, else the outermost dimension."""
         for name, part in reversed(self.running):
-            for attribute in _HEADS:
-                count = vars(part).get(attribute)
-                for dim in long:
-                    if count == shape[dim]:
+            for dim in long:  # before attributes: the parts of a group may be as many as all heads
+                for attribute in _HEADS:
+                    if vars(part).get(attribute) == shape[dim]:
                         return dim, (name, attribute)
         return long[0], None
 

@@ -1,6 +1,6 @@
 """Decoders whose keys and values of previous tokens are arguments. Shapes: B samples, T tokens, S places of the cache.
 
-Further: L layers, M heads, F features of a head, V words of the vocabulary.
+Further: L layers, M heads of keys and values, F features of a head, V words of the vocabulary.
 """
 
 import inspect
@@ -39,11 +39,11 @@ class CachedDecoder(nn.Module):
         max_length: S, the largest number of tokens of a text, its prompt included.
 
     Raises:
-        TypeError: if ``model`` is of another kind.
+        TypeError: if ``model`` is of another kind, or separates documents.
         ValueError: if ``max_length`` is less than 3, or more than the model has positions for.
 
     >>> from lightning_accel.models import MoELanguageModel
-    >>> model = MoELanguageModel(vocab_size=9, dim=8, num_layers=2, num_heads=2).eval()
+    >>> model = MoELanguageModel(vocab_size=9, dim=8, num_layers=2, attention={"num_heads": 2}).eval()
     >>> decoder = CachedDecoder(model, max_length=6)
     >>> (args, _), step = decoder.calls(torch.tensor([[1, 2, 3]]))
     >>> decoder(*args).new_keys.shape
@@ -65,6 +65,11 @@ class CachedDecoder(nn.Module):
                 f"{type(model).__name__} has no cache of keys and values that can be an argument: its forward takes no "
                 "past_key_values and use_cache, as causal language models of transformers do, nor is it a "
                 f"MoELanguageModel. {advice}"
+            )
+        if getattr(model, "separate_documents", False):
+            raise TypeError(
+                f"{type(model).__name__} separates documents, and the beginning of the current one is no argument of "
+                "such a file. Export it without max_length"
             )
         config = getattr(model, "config", None)
         if getattr(config, "is_encoder_decoder", False):
@@ -150,7 +155,7 @@ class CachedDecoder(nn.Module):
         if not self.is_of_transformers:
             blocks: Any = self.model.blocks
             attention = blocks[0].attention
-            return (len(blocks), attention.num_heads, attention.head_dim), next(self.model.parameters()).dtype
+            return (len(blocks), attention.num_key_value_heads, attention.head_dim), next(self.model.parameters()).dtype
         cache = getattr(self.model(tokens, use_cache=True), "past_key_values", None)
         layers = getattr(cache, "layers", [])
         found: list[Any] = [getattr(layer, which, None) for layer in layers for which in ("keys", "values")]

@@ -172,7 +172,7 @@ def test_every_token_of_a_language_model_counts():
     def model(seed, layers):
         torch.manual_seed(seed)
         options = {"experts": Experts(4, hidden_dim=6, balance_weight=0.0, z_weight=0.0), "optimizer": SGD}
-        return MoELanguageModel(11, dim=8, num_layers=layers, num_heads=2, **options)
+        return MoELanguageModel(11, dim=8, num_layers=layers, attention={"num_heads": 2}, **options)
 
     module, teacher = model(1, 1), model(2, 2)
     aim = copy.deepcopy(teacher).double().eval()

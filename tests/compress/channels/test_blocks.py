@@ -145,7 +145,14 @@ def test_foreign_decoders_generate_without_a_block(name):
 
 
 def test_our_language_model_counts_the_load_of_what_is_left():
-    model = MoELanguageModel(vocab_size=11, dim=8, num_layers=3, num_heads=2, experts=Experts(hidden_dim=8))
+    model = MoELanguageModel(
+        vocab_size=11,
+        dim=8,
+        num_layers=3,
+        attention={"num_heads": 2, "num_key_value_heads": 1},
+        tie_embeddings=True,
+        experts=Experts(hidden_dim=8),
+    )
     tokens = torch.randint(11, (2, 5))
     plan, _ = plan_without_blocks(model, [((tokens,), {})], 0.34)
     apply_plan_(model, plan)

@@ -133,6 +133,11 @@ CASES = {
     "linear layers of transformers": (lambda: nn.Sequential(Conv1D(216, 9), nn.ReLU(), Conv1D(9, 4)), FLAT, [9]),
     "attention, packed": (lambda: Attention(12, 2, packed=True), TOKENS, [2]),
     "block": (lambda: TransformerBlock(12, 3, FeedForward(12, 16)), TOKENS, [3, 16]),
+    "block, heads shared": (  # whose groups have as many parts as there are heads
+        lambda: TransformerBlock(16, 4, FeedForward(16, 24), num_key_value_heads=2),
+        torch.randn(2, 5, 16),
+        [2, 24],
+    ),
     "graph, sum": (lambda: Propagates(1, "sum"), STEPS, [12]),
     "graph, largest": (lambda: Propagates(1, "amax"), STEPS, [12]),
     "graph, heads": (lambda: Propagates(4, "sum"), STEPS, [4]),
@@ -180,6 +185,8 @@ def test_a_smaller_module_computes_what_the_whole_does_with_channels_at_zero(nam
     before, after = (sum(one.numel() for one in each.parameters()) for each in (module, small))
     assert after < 0.9 * before
     assert list(dict(small.named_parameters())) == list(dict(module.named_parameters()))
+    if name == "block, heads shared":
+        assert (small.attention.num_heads, small.attention.num_key_value_heads) == (2, 1)
     zero_channels_(module, groups, removed)
     x = x.double()
     torch.testing.assert_close(first(small(x)), first(module(x)), rtol=1e-9, atol=1e-9)

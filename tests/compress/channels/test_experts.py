@@ -177,7 +177,9 @@ def test_what_cannot_go_says_why():
 
 
 def test_our_language_model_trains_on():
-    model = MoELanguageModel(vocab_size=11, dim=8, num_layers=2, num_heads=2, experts=Experts(hidden_dim=8))
+    model = MoELanguageModel(
+        vocab_size=11, dim=8, num_layers=2, attention={"num_heads": 2}, experts=Experts(hidden_dim=8)
+    )
     tokens = torch.randint(11, (4, 9))
     plan, _ = plan_without_experts(model, [((tokens,), {})], 0.5)
     apply_plan_(model, plan)

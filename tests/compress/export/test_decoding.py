@@ -29,7 +29,9 @@ MAX_LENGTH = 14
 def model_of(name: str) -> nn.Module:
     torch.manual_seed(0)
     if name == "ours":
-        return MoELanguageModel(vocab_size=24, dim=8, num_layers=2, num_heads=2).eval()
+        return MoELanguageModel(
+            vocab_size=24, dim=8, num_layers=2, attention={"num_heads": 2, "num_key_value_heads": 1}
+        ).eval()
     pytest.importorskip("transformers")
     return ZOO[name].make().model.eval().requires_grad_(False)
 
@@ -125,6 +127,9 @@ def test_models_without_such_a_cache_are_refused(tmp_path):
         CachedDecoder(model_of("ours"), 8).calls(prompts(3, 8))
     with pytest.raises(ValueError, match="GPT2LMHeadModel has positions for 24 tokens; got max_length=25"):
         CachedDecoder(model_of("gpt2"), 25)
+    apart = MoELanguageModel(24, dim=8, attention={"num_heads": 2, "separate_documents": True})
+    with pytest.raises(TypeError, match="MoELanguageModel separates documents, .* Export it without max_length"):
+        CachedDecoder(apart, 6)
     with pytest.raises(TypeError, match="T5ForConditionalGeneration has an encoder"):
         CachedDecoder(model_of("t5"), 8)
     net = nn.Linear(3, 2)

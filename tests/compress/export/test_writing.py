@@ -339,7 +339,13 @@ MODELS = {
         lambda rows: (torch.randn(rows, 5 + rows, 2), torch.arange(rows) % 5 + 1),
     ),
     "language": (
-        lambda: MoELanguageModel(vocab_size=9, dim=8, num_layers=2, num_heads=2),
+        lambda: MoELanguageModel(
+            vocab_size=9,
+            dim=8,
+            num_layers=2,
+            attention={"num_heads": 4, "num_key_value_heads": 2, "separate_documents": True},
+            tie_embeddings=True,
+        ),
         lambda rows: (torch.randint(9, (rows, 3 + rows)),),
     ),
 }

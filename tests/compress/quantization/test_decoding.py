@@ -57,7 +57,9 @@ def judged_trial(model, names):
 
 
 def decoder_of():
-    return CachedDecoder(MoELanguageModel(vocab_size=24, dim=8, num_layers=2, num_heads=2).eval(), 12).eval()
+    return CachedDecoder(
+        MoELanguageModel(vocab_size=24, dim=8, num_layers=2, attention={"num_heads": 2}).eval(), 12
+    ).eval()
 
 
 def tokens(batch=2, length=5):

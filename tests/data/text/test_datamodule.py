@@ -232,7 +232,8 @@ def test_a_tokenizer_of_ones_own_is_named_in_a_config(command, run_folder):
     (run_folder / "own_tokenizer.py").write_text(OWN_TOKENIZER)
     (run_folder / "text.txt").write_text("a bb ccc " * 300)
     result = command(
-        "fit", "--model=MoELanguageModel", "--model.dim=8", "--model.num_heads=2", "--model.experts.hidden_dim=4",
+        "fit", "--model=MoELanguageModel", "--model.dim=8", "--model.attention.num_heads=2",
+        "--model.experts.hidden_dim=4",
         "--data=TextDataModule", "--data.path=text.txt", "--data.context_length=8", "--data.cache_dir=cache",
         "--data.tokenizer=own_tokenizer.Lengths", "--data.tokenizer.size=7", "--trainer.accelerator=cpu",
         "--trainer.max_steps=2", "--trainer.logger=false", "--trainer.enable_checkpointing=false",

@@ -259,7 +259,8 @@ def language_model(**options):
     sizes = {
         "dim": 8,
         "num_layers": 2,
-        "num_heads": 2,
+        "attention": {"num_heads": 4, "num_key_value_heads": 2, "separate_documents": True},
+        "tie_embeddings": True,
         "experts": Experts(4, hidden_dim=8, balance_weight=0.5),
     }
     return MoELanguageModel(vocab_size=11, **sizes, optimizer=ADAMW, **options)

@@ -124,7 +124,7 @@ def test_plain_module_equals_one_process(tmp_path, number, clip):
 
 EXPERTS = Experts(4, hidden_dim=8, balance_weight=0.5)
 SIZES = {"dim": 8, "experts": EXPERTS}
-SMALL = {**SIZES, "num_layers": 2, "num_heads": 2, "optimizer": ADAMW}
+SMALL = {**SIZES, "num_layers": 2, "attention": {"num_heads": 2}, "optimizer": ADAMW}
 
 
 def language_model(**options):

@@ -245,7 +245,9 @@ def test_mixed_precision_gathers_low_reduces_in_float32_and_keeps_gates_and_mast
         assert seen["blocks.0.feed_forward.experts"] == (torch.bfloat16, (4, 12, 16))
         assert master == {torch.float32}
         for key in set(weights) - {key for key in weights if key.endswith("expert_slots")}:  # near ties go either way
-            torch.testing.assert_close(weights[key], expected[key], rtol=0.02, atol=0.01)
+            # the norm of small embeddings enlarges what their rounding changes: 0.04 in one process, too
+            atol = 0.05 if key in ("embedding.weight", "head.weight") else 0.01
+            torch.testing.assert_close(weights[key], expected[key], rtol=0.02, atol=atol)
 
 
 def check_stages(rank):
