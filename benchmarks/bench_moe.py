@@ -54,7 +54,7 @@ class LoopOverExperts(nn.Module):
         return out.unsqueeze(0)
 
 
-def mixtral(mixture: MixtureOfExperts, implementation: str) -> nn.Module | None:
+def mixtral(mixture: MixtureOfExperts, implementation: str, k: int = K) -> nn.Module | None:
     """The block of transformers with the same weights; None where it is not installed."""
     try:
         from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
@@ -62,7 +62,7 @@ def mixtral(mixture: MixtureOfExperts, implementation: str) -> nn.Module | None:
         return None
     num_experts, dim, hidden_dim = mixture.experts.down_weight.shape
     config = MixtralConfig(
-        hidden_size=dim, intermediate_size=hidden_dim, num_local_experts=num_experts, num_experts_per_tok=K
+        hidden_size=dim, intermediate_size=hidden_dim, num_local_experts=num_experts, num_experts_per_tok=k
     )
     config._experts_implementation = implementation
     block = MixtralSparseMoeBlock(config).to(mixture.experts.up_weight)

@@ -9,13 +9,16 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from math import prod
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
 
+from lightning_accel._private.torch import is_traced
 from lightning_accel.ops.extras import planned_capability, runs_triton
 from lightning_accel.ops.few_tokens import experts_of_few_tokens, has_few_slots
 from lightning_accel.ops.grouped_linear import (
@@ -26,14 +29,15 @@ from lightning_accel.ops.grouped_linear import (
     needs_formula,
 )
 from lightning_accel.ops.grouped_products import gather_rows, multiply_rows, sort_by_source, sum_rows
+from lightning_accel.ops.native import KERNELS
 
 Activation: TypeAlias = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
 Backend: TypeAlias = Literal["auto", "blocks", "dense", "grouped_mm", "loop", "triton"]
 
 _BLOCK_BYTES = 1024  # bytes per feature and thread: a block's activations stay in cache from one product to the next
-_FEW_SLOTS = 128  # per expert: below, blocks cost more Python overhead than they save memory traffic (measured),
-_VERY_FEW_SLOTS = 32  # and below this they fill no block
-_SMALL_EXPERT_BYTES = 512 << 10  # gradients of larger weights take the loop longer to copy than all else
+# Without the kernel: slots per expert below which blocks cost more Python overhead than they save memory traffic,
+_FEW_SLOTS = 128
+_SMALL_EXPERT_BYTES = 512 << 10  # and weights whose gradients take the loop longer to copy than all else
 _PAGE = 4096
 _MADV_HUGEPAGE = 14  # linux/mman.h
 _QUICK = 1.702  # of quick_gelu
@@ -193,17 +197,11 @@ def choose_backend(up_weight: Tensor, down_weight: Tensor, num_slots: int) -> Ba
         return choose_grouped_backend(up_weight, down_weight)
     if torch.compiler.is_compiling():  # a loop would break the graph, a choice would put a guard on the number of slots
         return "blocks"
-    slots_per_expert = num_slots / len(up_weight)
-    if slots_per_expert >= _FEW_SLOTS:
+    if _has_kernel(up_weight, down_weight) or num_slots >= _FEW_SLOTS * len(up_weight):
         return "blocks"
-    if not (torch.is_grad_enabled() and (up_weight.requires_grad or down_weight.requires_grad)):
-        return "loop" if up_weight.dtype.itemsize == 2 or slots_per_expert < _VERY_FEW_SLOTS else "blocks"
-    if (up_weight.nbytes + down_weight.nbytes) // len(up_weight) < _SMALL_EXPERT_BYTES:
-        return "loop"
-    is_aligned = all(
-        width * up_weight.dtype.itemsize % 16 == 0 for width in (*up_weight.shape[1:], down_weight.shape[2])
-    )
-    return "grouped_mm" if slots_per_expert < _VERY_FEW_SLOTS and is_aligned else "blocks"
+    is_large = (up_weight.nbytes + down_weight.nbytes) // len(up_weight) >= _SMALL_EXPERT_BYTES
+    learns = torch.is_grad_enabled() and (up_weight.requires_grad or down_weight.requires_grad)
+    return "blocks" if learns and is_large else "loop"
 
 
 def _activate(hidden: Tensor, hidden_dim: int, activation: Activation) -> Tensor:
@@ -234,6 +232,9 @@ ACTIVATIONS: dict[str, _ActivationFn] = {
 }
 
 
+_NAMES = tuple(ACTIVATIONS)  # in the order of the kernel
+
+
 def _blocks(
     tokens: Tensor,
     token_of_slot: Tensor,
@@ -250,6 +251,12 @@ def _blocks(
     The last two tensors have extra rows at the end: the padding of a block extends into the rows of the next block,
     which overwrites it before it is read. Without ``keep`` they hold the rows of a single block.
     """
+    if _has_kernel(tokens, up_weight, down_weight, *biases):
+        run = torch.ops.lightning_accel_native.expert_blocks.default
+        slots = token_of_slot, weight_of_slot, counts
+        options = _NAMES.index(activation), keep, _block_rows(tokens.dtype)
+        found: tuple[Tensor, Tensor, Tensor] = run(tokens, *slots, up_weight, down_weight, biases, *options)
+        return found
     hidden_dim, up_dim = down_weight.shape[2], up_weight.shape[1]
     act = ACTIVATIONS[activation].function
     spare = _pad_rows(_block_rows(tokens.dtype), tokens.dtype)
@@ -288,19 +295,26 @@ def _blocks_backward(
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     """Return the gradients of tokens (N, D), weights of slots (S,), and the experts' weights and biases."""
+    d_up_weight, d_down_weight = _empty_like(up_weight), _empty_like(down_weight)
+    d_biases = [torch.zeros_like(bias) for bias in biases]
+    if _has_kernel(grad, tokens, up_weight, down_weight):
+        run = torch.ops.lightning_accel_native.expert_blocks_backward.default
+        slots = token_of_slot, weight_of_slot, counts
+        options = _NAMES.index(activation), _block_rows(tokens.dtype), _PANEL
+        layers = d_up_weight, d_down_weight, d_biases
+        found = run(grad, tokens, *slots, up_weight, down_weight, before, visited, *options, *layers)
+        return *found, *layers
     dtype, wide = tokens.dtype, torch.promote_types(tokens.dtype, torch.float32)
     d_tokens = torch.zeros(tokens.shape, dtype=wide, device=tokens.device)
     d_weights = torch.zeros(len(token_of_slot), 1, dtype=wide, device=tokens.device)
-    d_up_weight, d_down_weight = _empty_like(up_weight), _empty_like(down_weight)
-    d_biases = [torch.zeros_like(bias) for bias in biases]
     weights = weight_of_slot.to(dtype).unsqueeze(1)  # a product of mixed dtypes takes many times as long
     longest = _pad_rows(min(int(counts.max()), _PANEL), dtype)
     widths = tokens.shape[1], tokens.shape[1], down_weight.shape[2], up_weight.shape[1]
     # zeros, so that the padding of x and h is finite: it is multiplied by the zero padding of the other two
     x, d_y, h, d_up = (tokens.new_zeros(longest, width) for width in widths)
-    layers = _per_expert(up_weight, down_weight, [])
+    weights_of = _per_expert(up_weight, down_weight, [])
     d_layers = _per_expert(d_up_weight, d_down_weight, d_biases)
-    for (first, last), (up, down, *_), d_layer in zip(_segments(counts), layers, d_layers, strict=True):
+    for (first, last), (up, down, *_), d_layer in zip(_segments(counts), weights_of, d_layers, strict=True):
         if first == last:
             d_layer[0].zero_()
             d_layer[1].zero_()
@@ -337,6 +351,11 @@ def _activate_backward(d_h: Tensor, before: Tensor, h: Tensor, d_up: Tensor, act
         torch.mul(d_h, activated, out=d_up[:, hidden_dim:])
         d_h.mul_(factor)
     act.derivative(d_h, first, d_up[:, :hidden_dim])
+
+
+def _has_kernel(*tensors: Tensor) -> bool:
+    is_plain = {*map(type, tensors)} <= {Tensor, torch.nn.Parameter} and all(one.is_cpu for one in tensors)
+    return is_plain and not is_traced() and KERNELS.serves(tensors[0].device)
 
 
 def _add_products(d_layer: "_Layers", x: Tensor, h: Tensor, d_up: Tensor, d_y: Tensor, is_first: bool) -> None:
@@ -405,6 +424,18 @@ def _empty_like(weight: Tensor) -> Tensor:
 def _allocate_saved(tokens: Tensor, token_of_slot: Tensor, up_dim: int, keep: bool) -> tuple[Tensor, Tensor]:
     rows = (token_of_slot.shape[0] if keep else 0) + _pad_rows(_block_rows(tokens.dtype), tokens.dtype)
     return tokens.new_empty(rows, up_dim), tokens.new_empty(rows, tokens.shape[1])
+
+
+def _flops(tokens: Any, token_of_slot: Any, _: Any, __: Any, up: Any, down: Any, *rest: Any, **options: Any) -> int:
+    return 2 * token_of_slot[0] * (prod(up[1:]) + prod(down[1:]))
+
+
+@KERNELS.on_load
+def _count_flops() -> None:
+    register_flop_formula(torch.ops.lightning_accel_native.expert_blocks)(_flops)
+    register_flop_formula(torch.ops.lightning_accel_native.expert_blocks_backward)(
+        lambda grad, *rest, **options: 2 * _flops(*rest)
+    )
 
 
 _cpu_op = partial(torch.library.custom_op, mutates_args=(), device_types="cpu")

@@ -5,9 +5,11 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_accel.ops import expert_mlp
 from lightning_accel.ops.expert_mlp import choose_backend
+from lightning_accel.ops.native import KERNELS
 
 ACTIVATIONS = {
     "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
@@ -79,6 +81,45 @@ def test_blocks_match_loop_whatever_the_counts(counts, dtype):
     bound = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 0.03}[dtype]
     for actual, expected, largest in zip(*results, scale, strict=True):
         torch.testing.assert_close(actual, expected, rtol=0, atol=bound * max(largest, 1e-3))
+
+
+@pytest.mark.skipif(not KERNELS.serves(torch.device("cpu")), reason="needs native kernels")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("activation", "gated", "bias"), LAYOUTS)
+def test_the_kernel_computes_what_python_does(activation, gated, bias, dtype):
+    """Blocks end within experts, and panels of the backward pass, too; an expert and a token have no slot."""
+    counts = [2100, 0, 530, 1, 17]
+    learned, token_of_slot, counts = inputs(counts, dtype, 900, gated=gated, bias=bias, left_out=5)
+    out = run(learned, token_of_slot, counts, activation=activation, backend="blocks")
+    found = [out, *torch.autograd.grad(out.square().sum(), learned)]
+    with KERNELS.switched_off():
+        out = run(learned, token_of_slot, counts, activation=activation, backend="blocks")
+        expected = [out, *torch.autograd.grad(out.square().sum(), learned)]
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 0.02)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=tolerance * other.abs().max().item())
+
+
+@pytest.mark.skipif(not KERNELS.serves(torch.device("cpu")), reason="needs native kernels")
+def test_what_would_read_other_memory_is_an_error():
+    learned, token_of_slot, counts = inputs([2, 1])
+    with pytest.raises(IndexError, match=r"token_of_slot must lie in \[0, N\)"):
+        run(learned, token_of_slot + 7, counts, backend="blocks")
+    with pytest.raises(RuntimeError, match="at most the number of slots"):
+        run(learned, token_of_slot, counts + 1, backend="blocks")
+    with pytest.raises(RuntimeError, match=r"shapes or dtypes .* disagree"):
+        run([learned[0], learned[1], learned[2][..., :-1], *learned[3:]], token_of_slot, counts, backend="blocks")
+
+
+@pytest.mark.skipif(not KERNELS.serves(torch.device("cpu")), reason="needs native kernels")
+def test_operations_are_counted():
+    learned, token_of_slot, counts = inputs([2, 1], bias=False)
+    with FlopCounterMode(display=False) as forward:
+        out = run(learned, token_of_slot, counts, backend="blocks")
+    with FlopCounterMode(display=False) as backward:
+        out.sum().backward()
+    assert forward.get_total_flops() == 2 * 3 * (6 * 5 + 3 * 5)
+    assert backward.get_total_flops() == 2 * forward.get_total_flops()
 
 
 def test_gradients():
@@ -194,12 +235,13 @@ def test_backends_are_chosen_and_checked():
         layers = [torch.empty(shape, **kwargs) for kwargs, shapes in options for shape in shapes]
         return [choose_backend(*layers, num_slots) for num_slots in (63, 64, 255, 256)]
 
-    small, large, odd = [(2, 8, 8)] * 2, [(2, 512, 256), (2, 256, 512)], [(2, 513, 256), (2, 256, 513)]
-    assert chosen(({"requires_grad": True}, small)) == ["loop"] * 3 + ["blocks"]
-    assert chosen(({"requires_grad": True}, large)) == ["grouped_mm"] + ["blocks"] * 3
-    assert chosen(({"requires_grad": True}, odd)) == ["blocks"] * 4
-    assert chosen(({}, large)) == ["loop"] + ["blocks"] * 3
-    assert chosen(({"dtype": torch.bfloat16}, large)) == ["loop"] * 3 + ["blocks"]
+    small, large = [(2, 8, 8)] * 2, [(2, 512, 256), (2, 256, 512)]
+    with KERNELS.switched_off():
+        assert chosen(({"requires_grad": True}, small)) == ["loop"] * 3 + ["blocks"]
+        assert chosen(({"requires_grad": True}, large)) == ["blocks"] * 4
+        assert chosen(({}, large)) == ["loop"] * 3 + ["blocks"]
+    with_kernel = ["blocks"] if KERNELS.serves(torch.device("cpu")) else ["loop"]
+    assert chosen(({}, small)) == with_kernel * 3 + ["blocks"]
     up, down = torch.empty(2, 8, 8), torch.empty(2, 8, 8)
     assert choose_backend(up.to("meta"), down.to("meta"), 256) == "loop"
     arguments = inputs([2, 1])

@@ -128,7 +128,7 @@ def test_models_without_such_a_cache_are_refused(tmp_path):
     with pytest.raises(ValueError, match="GPT2LMHeadModel has positions for 24 tokens; got max_length=25"):
         CachedDecoder(model_of("gpt2"), 25)
     apart = MoELanguageModel(24, dim=8, attention={"num_heads": 2, "separate_documents": True})
-    with pytest.raises(TypeError, match="MoELanguageModel separates documents, .* Export it without max_length"):
+    with pytest.raises(TypeError, match=r"MoELanguageModel separates documents, .* Export it without max_length"):
         CachedDecoder(apart, 6)
     with pytest.raises(TypeError, match="T5ForConditionalGeneration has an encoder"):
         CachedDecoder(model_of("t5"), 8)
