@@ -38,7 +38,7 @@ enum Activation : int64_t { kGelu, kGeluTanh, kQuickGelu, kRelu, kSilu };  // as
 
 // Few different numbers of rows in 16 bits, see _pad_rows of expert_mlp.py.
 int64_t pad_rows(int64_t rows, const Tensor& like) {
-  if (like.element_size() > 2) return rows;
+  if (like.element_size() > 2 || rows <= 16) return rows;
   int64_t bits = 0;
   while (rows >> bits) ++bits;
   const int64_t unit = std::max<int64_t>(16, int64_t{1} << std::max<int64_t>(0, bits - 6));
