@@ -34,7 +34,7 @@ BACKENDS = "blocks", "loop", "grouped_mm"
 IMPLEMENTATIONS = "grouped_mm", "eager", "batched_mm"
 MOST_BATCHED = 512  # slots: batched_mm copies the weights of each
 SECONDS, FEWEST, MOST = 1.5, 3, 100  # of all turns of one subject, and how many
-CALLS = 3  # of a turn
+CALLS, LONG = 3, 0.5  # of a turn; one of subjects that take longer
 SLOW = 8  # subjects that take this many times as long as the fastest are left out
 
 
@@ -101,8 +101,10 @@ def medians(by_name: dict[str, Callable[[], object]]) -> dict[str, float]:
         order = list(by_name)
         random.shuffle(order)
         for name in order:
-            by_name[name]()  # pays for the memory and the caches that the subject before it left
-            for _ in range(CALLS):
+            is_long = first[name] > LONG
+            if not is_long:
+                by_name[name]()  # pays for the memory and the caches that the subject before it left
+            for _ in range(1 if is_long else CALLS):
                 before = time.process_time()
                 by_name[name]()
                 seconds[name].append(time.process_time() - before)

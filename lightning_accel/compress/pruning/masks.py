@@ -114,7 +114,7 @@ def parse_structure(structure: str) -> tuple[int, int] | None:
     if match is None or not 0 < int(match[1]) < int(match[2]):
         raise ValueError(
             "structure must be 'unstructured', 'channel', 'width', or 'N:M' with 0 < N < M, such as '2:4', of which N "
-            f"of M neighbours are kept; got {structure!r}"
+            f"of M neighbours are kept, or of OneShotPruning 'block' or 'expert'; got {structure!r}"
         )
     return int(match[1]), int(match[2])
 
