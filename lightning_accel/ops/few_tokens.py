@@ -17,7 +17,7 @@ from lightning_accel.ops.native import KERNELS
 # Slots per expert up to which reading each weight once is faster than matrix products, measured on Zen 5. In bfloat16
 # the products take half of the time, and the sums here, which are in float32, do not.
 _MOST_SLOTS = {torch.float32: 4, torch.bfloat16: 2}
-_MOST_TOKENS = 64  # up to which one thread routes them faster than torch's operations
+_MOST_SCORES = 1 << 14  # tokens times experts, up to which one thread routes them faster than torch's operations
 _ACTIVATIONS = "gelu", "gelu_tanh", "quick_gelu", "relu", "silu"  # in the order of the kernel
 _PLAIN = {Tensor, nn.Parameter}
 
@@ -99,7 +99,7 @@ def has_few_slots(num_slots: int, tokens: Tensor, *weights: Tensor) -> bool:
 
 def has_few_tokens(logits: Tensor) -> bool:
     """Return whether :func:`route_few_tokens` serves, and is the fastest for, ``logits`` (N, E)."""
-    return not is_traced() and 0 < len(logits) <= _MOST_TOKENS and logits.dtype == torch.float32 and _serves(logits)
+    return not is_traced() and 0 < logits.numel() <= _MOST_SCORES and logits.dtype == torch.float32 and _serves(logits)
 
 
 def _flops(

@@ -103,8 +103,8 @@ def test_of_equal_scores_the_first_are_chosen(native):
 def test_the_gate_leaves_the_kernel_to_few_tokens_in_evaluation(native):
     gate, x = TopKGate(6, EXPERTS), torch.randn(3, 6)
     with torch.no_grad():
-        assert has_few_tokens(torch.randn(64, EXPERTS))
-        assert not has_few_tokens(torch.randn(65, EXPERTS))
+        assert has_few_tokens(torch.randn(256, 64))
+        assert not has_few_tokens(torch.randn(257, 64))
         assert not has_few_tokens(torch.randn(0, EXPERTS))
         gate.expert_slots.copy_(torch.tensor([9, 0, 0, 0, 0]))  # the load that training sees
         training, evaluation = gate(x).report.balance_loss, gate.eval()(x).report.balance_loss
