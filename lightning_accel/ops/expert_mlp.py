@@ -15,10 +15,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-from lightning_accel._private.torch import is_traced
+from lightning_accel._private.torch import is_batched, is_traced
 from lightning_accel.ops.extras import planned_capability, runs_triton
 from lightning_accel.ops.few_tokens import experts_of_few_tokens, has_few_slots
 from lightning_accel.ops.grouped_linear import (
@@ -106,7 +105,7 @@ def expert_mlp(
     up_bias, down_bias = (None if bias is None else bias.to(tokens.dtype) for bias in (up_bias, down_bias))
     if backend == "auto":
         backend = choose_backend(up_weight, down_weight, token_of_slot.shape[0])
-    if backend in ("grouped_mm", "triton") and needs_formula():
+    if backend in ("blocks", "grouped_mm", "triton") and needs_formula():
         backend = "loop"
     with torch.autocast(tokens.device.type, enabled=False):
         if backend == "dense":
@@ -310,8 +309,7 @@ def _blocks_backward(
     weights = weight_of_slot.to(dtype).unsqueeze(1)  # a product of mixed dtypes takes many times as long
     longest = _pad_rows(min(int(counts.max()), _PANEL), dtype)
     widths = tokens.shape[1], tokens.shape[1], down_weight.shape[2], up_weight.shape[1]
-    # zeros, so that the padding of x and h is finite: it is multiplied by the zero padding of the other two
-    x, d_y, h, d_up = (tokens.new_zeros(longest, width) for width in widths)
+    panels = x, d_y, h, d_up = [tokens.new_empty(longest, width) for width in widths]
     weights_of = _per_expert(up_weight, down_weight, [])
     d_layers = _per_expert(d_up_weight, d_down_weight, d_biases)
     for (first, last), (up, down, *_), d_layer in zip(_segments(counts), weights_of, d_layers, strict=True):
@@ -321,9 +319,8 @@ def _blocks_backward(
         for panel_start, panel_stop in _split_range(first, last, _PANEL):
             num = panel_stop - panel_start
             padded = _pad_rows(num, dtype)
-            if padded > num:
-                d_y[num:padded].zero_()
-                d_up[num:padded].zero_()
+            for panel in panels if padded > num else ():  # all four, since the padding may hold the NaN of an expert
+                panel[num:padded].zero_()
             for start, stop in _split_range(panel_start, panel_stop, _block_rows(tokens.dtype)):
                 index, at = token_of_slot[start:stop], slice(start - panel_start, stop - panel_start)
                 at_padded = slice(at.start, at.start + _pad_rows(stop - start, dtype))
@@ -445,14 +442,20 @@ _blocks_backward_op = _cpu_op("lightning_accel::expert_mlp_blocks_backward")(_bl
 
 @_blocks_op.register_fake
 def _(tokens: Tensor, token_of_slot: Tensor, _: Tensor, __: Tensor, up_weight: Tensor, *rest: Any) -> Any:
-    return torch.empty_like(tokens), *_allocate_saved(tokens, token_of_slot, up_weight.shape[1], keep=rest[-1])
+    return tokens.new_empty(tokens.shape), *_allocate_saved(tokens, token_of_slot, up_weight.shape[1], keep=rest[-1])
 
 
 @_blocks_backward_op.register_fake
 def _(grad: Tensor, tokens: Tensor, _: Tensor, weights: Tensor, __: Tensor, *layers: Any) -> Any:
     up_weight, down_weight, biases = layers[:3]
     like = torch.empty_like
-    return like(tokens), like(weights), like(up_weight), like(down_weight), [like(bias) for bias in biases]
+    return (
+        tokens.new_empty(tokens.shape),
+        weights.new_empty(weights.shape),
+        like(up_weight),
+        like(down_weight),
+        [like(bias) for bias in biases],
+    )
 
 
 class _Blocks(torch.autograd.Function):
@@ -468,10 +471,24 @@ class _Blocks(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled() or is_batched(grad):
+            return None, None, *_gradients_of_loop(ctx, grad)
         *inputs, d_biases = _gradients(ctx, grad, _blocks_backward)
         return None, None, *inputs, *d_biases
+
+
+def _gradients_of_loop(ctx: Any, grad: Tensor) -> list[Tensor | None]:
+    """Return the gradients of all tensors by a loop over experts, which can be differentiated again."""
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
+        tensors = [one.view_as(one) for one in ctx.saved_tensors[:-2]]  # whose gradients call no hooks of the others
+        tokens, token_of_slot, weight_of_slot, counts, up, down, *biases = tensors
+        slots, (up_bias, down_bias) = (token_of_slot, weight_of_slot, counts), biases or (None, None)
+        out = expert_mlp(tokens, *slots, up, down, up_bias, down_bias, ctx.activation, "loop")
+    learned = [one for one in tensors if one.requires_grad]
+    found = iter(torch.autograd.grad(out, learned, grad, create_graph=create_graph))
+    return [next(found) if one.requires_grad else None for one in tensors]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

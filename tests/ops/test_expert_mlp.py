@@ -1,4 +1,5 @@
 import math
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -107,8 +108,47 @@ def test_what_would_read_other_memory_is_an_error():
         run(learned, token_of_slot + 7, counts, backend="blocks")
     with pytest.raises(RuntimeError, match="at most the number of slots"):
         run(learned, token_of_slot, counts + 1, backend="blocks")
-    with pytest.raises(RuntimeError, match=r"shapes or dtypes .* disagree"):
-        run([learned[0], learned[1], learned[2][..., :-1], *learned[3:]], token_of_slot, counts, backend="blocks")
+    for wrong in ([*learned[:2], learned[2][..., :-1], *learned[3:]], [*learned[:4], learned[4][:1], learned[5]]):
+        with pytest.raises(RuntimeError, match=r"tokens \(N, D\), .* disagree in shape or dtype"):
+            run(wrong, token_of_slot, counts, backend="blocks")
+    expected = run(learned, token_of_slot, counts, backend="blocks")
+    assert run(learned, token_of_slot.int(), counts.int(), backend="blocks").equal(expected)
+
+
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_nan_of_an_expert_stays_out_of_the_padding_of_the_next(has_kernel):
+    learned, _, counts = inputs([130, 70], torch.bfloat16, 200)
+    learned[0].data[75] = torch.nan  # 70 rows are padded to 80
+    with nullcontext() if has_kernel else KERNELS.switched_off():
+        out = run(learned, torch.arange(200), counts, backend="blocks")
+        gradients = torch.autograd.grad(out[torch.arange(200) != 75].sum(), learned)
+    assert all(one[1].isfinite().all() for one in gradients[2:])
+
+
+def test_second_derivatives_are_those_of_the_loop():
+    learned, token_of_slot, counts = inputs([2, 0, 4, 1], left_out=1)
+
+    def penalty(backend):
+        out = run(learned, token_of_slot, counts, backend=backend)
+        gradients = torch.autograd.grad(out.sum(), learned, create_graph=True)
+        return torch.autograd.grad(sum(one.square().sum() for one in gradients) + out.square().sum(), learned)
+
+    torch.testing.assert_close(penalty("blocks"), penalty("loop"))
+    batched = [
+        torch.autograd.grad(
+            run(learned, token_of_slot, counts, backend=backend), learned, torch.eye(35).double().view(35, 7, 5),
+            is_grads_batched=True,
+        )
+        for backend in ("blocks", "loop")
+    ]  # fmt: skip
+    torch.testing.assert_close(*batched)
+
+
+def test_transforms_take_the_loop():
+    learned, token_of_slot, counts = inputs([2, 0, 4, 1])
+    expected = torch.autograd.grad(run(learned, token_of_slot, counts).sum(), learned[0])[0]
+    by_func = torch.func.grad(lambda tokens: run([tokens, *learned[1:]], token_of_slot, counts).sum())(learned[0])
+    torch.testing.assert_close(by_func, expected)
 
 
 @pytest.mark.skipif(not KERNELS.serves(torch.device("cpu")), reason="needs native kernels")
@@ -151,6 +191,18 @@ def test_compiles_whole_and_once_for_any_split_of_the_slots():
             torch.autograd.grad(actual.sum(), arguments[0]), torch.autograd.grad(expected.sum(), arguments[0])
         )
     assert counter.frame_count == 1
+
+
+def test_compiles_for_tokens_that_are_not_contiguous():
+    torch._dynamo.reset()
+    (_, *learned), *slots = inputs([2, 0, 4, 1], torch.float32)
+    tokens = torch.randn(5, 7).t().requires_grad_()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    actual, expected = compiled([tokens, *learned], *slots), run([tokens, *learned], *slots)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(actual.sum(), [tokens, *learned]), torch.autograd.grad(expected.sum(), [tokens, *learned])
+    )
 
 
 def test_garbage_in_fresh_memory_does_not_show():

@@ -79,7 +79,9 @@ struct Slots {
 
   Slots(const Tensor& token_of_slot, const Tensor& weight_of_slot, const Tensor& counts_, int64_t num_tokens,
         at::ScalarType wide)
-      : tokens(token_of_slot.contiguous()), weights(weight_of_slot.to(wide).contiguous()), counts(counts_.contiguous()) {
+      : tokens(token_of_slot.to(at::kLong).contiguous()),
+        weights(weight_of_slot.to(wide).contiguous()),
+        counts(counts_.to(at::kLong).contiguous()) {
     token = tokens.const_data_ptr<int64_t>();
     int64_t total = 0;
     for (int64_t e = 0; e < counts.size(0); ++e) {
@@ -159,9 +161,14 @@ void check(const Tensor& tokens, const Tensor& token_of_slot, const Tensor& coun
   bool fits = up.dim() == 3 && down.dim() == 3 && token_of_slot.dim() == 1 && counts.dim() == 1 &&
               up.size(2) == dim && down.size(1) == dim && up.size(0) == down.size(0) && counts.size(0) == up.size(0) &&
               (up.size(1) == down.size(2) || up.size(1) == 2 * down.size(2));
-  for (const Tensor& one : biases) fits = fits && one.scalar_type() == tokens.scalar_type();
+  for (size_t layer = 0; fits && layer < biases.size(); ++layer) {
+    const Tensor& bias = biases[layer];
+    fits = bias.dim() == 2 && bias.size(0) == up.size(0) && bias.size(1) == (layer == 0 ? up : down).size(1) &&
+           bias.scalar_type() == tokens.scalar_type();
+  }
   TORCH_CHECK(fits && up.scalar_type() == tokens.scalar_type() && down.scalar_type() == tokens.scalar_type(),
-              "shapes or dtypes of tokens, counts and layers disagree");
+              "tokens (N, D), counts (E,), layers (E, U, D) and (E, D, H), and their biases (E, U) and (E, D) disagree in shape "
+              "or dtype");
 }
 
 std::tuple<Tensor, Tensor, Tensor> expert_blocks(const Tensor& tokens_, const Tensor& token_of_slot,
@@ -223,10 +230,9 @@ std::tuple<Tensor, Tensor> expert_blocks_backward(const Tensor& grad_, const Ten
   int64_t most = 0;
   for (int64_t expert = 0; expert < up.size(0); ++expert) most = std::max(most, slots.count(expert));
   const int64_t longest = pad_rows(std::min(most, panel_rows), tokens), block = pad_rows(block_rows, tokens);
-  // zeros, so that the padding of x and h is finite: it is multiplied by the zero padding of the other two
-  const Tensor x = at::zeros({longest, dim}, tokens.options()), d_y = at::zeros({longest, dim}, tokens.options());
-  const Tensor h = at::zeros({longest, hidden_dim}, tokens.options());
-  const Tensor d_up = at::zeros({longest, up_dim}, tokens.options());
+  const Tensor x = at::empty({longest, dim}, tokens.options()), d_y = at::empty({longest, dim}, tokens.options());
+  const Tensor h = at::empty({longest, hidden_dim}, tokens.options());
+  const Tensor d_up = at::empty({longest, up_dim}, tokens.options());
   const Tensor d_hidden = at::empty({std::min(block, longest), hidden_dim}, tokens.options());
   const Tensor d_rows = at::empty({std::min(block, longest), dim}, tokens.options());
   int64_t begin = 0;
@@ -241,10 +247,8 @@ std::tuple<Tensor, Tensor> expert_blocks_backward(const Tensor& grad_, const Ten
     const Tensor up_weight = up.select(0, expert), down_weight = down.select(0, expert);
     for (int64_t panel = begin; panel < end; panel += panel_rows) {
       const int64_t in_panel = std::min(panel_rows, end - panel), padded = pad_rows(in_panel, tokens);
-      if (padded > in_panel) {
-        d_y.narrow(0, in_panel, padded - in_panel).zero_();
-        d_up.narrow(0, in_panel, padded - in_panel).zero_();
-      }
+      if (padded > in_panel)  // all four, since the padding may hold the NaN of an expert
+        for (const Tensor& one : {x, d_y, h, d_up}) one.narrow(0, in_panel, padded - in_panel).zero_();
       for (int64_t start = panel; start < panel + in_panel; start += block_rows) {
         const int64_t num = std::min(block_rows, panel + in_panel - start), at = start - panel;
         const int64_t whole = std::min(pad_rows(num, tokens), longest - at);
