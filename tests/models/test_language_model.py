@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_accel import MoELanguageModel, TextDataModule, TopKGate
 from lightning_accel.models import Experts, Generation
-from lightning_accel.nn import ExpertChoiceGate, FeedForward, MixtureOfExperts
+from lightning_accel.nn import ExpertChoiceGate, FeedForward, KeyValueCache, MixtureOfExperts
 from tests.ranks import run_ranks
 
 SMALL = {"dim": 16, "num_layers": 2, "attention": {"num_heads": 2}, "experts": Experts(4, hidden_dim=8)}
@@ -131,11 +131,16 @@ def test_documents_of_a_row_are_scored_as_if_alone(activation_checkpointing):
     model = small(attention=attention, activation_checkpointing=activation_checkpointing)
     tokens = torch.randint(10, (3, 9))
     tokens[0, 4] = tokens[1, 0] = tokens[1, 3] = tokens[1, 8] = 10
+    alike = small(attention={"num_heads": 2})
+    alike.load_state_dict(model.state_dict())
     logits = model(tokens).logits
     parts = [(0, 0, 4), (0, 4, 9), (1, 0, 3), (1, 3, 8), (1, 8, 9), (2, 0, 9)]
     for row, start, stop in parts:
-        alone = model(tokens[row : row + 1, start:stop]).logits[0]
+        alone = alike(tokens[row : row + 1, start:stop]).logits[0]
         torch.testing.assert_close(logits[row, start:stop], alone, rtol=1e-4, atol=1e-6)
+    caches = [KeyValueCache(9) for _ in model.blocks]
+    cached = torch.cat([model(piece, caches).logits for piece in tokens.split([2, 1, 3, 3], dim=1)], dim=1)
+    torch.testing.assert_close(cached, logits, rtol=1e-4, atol=1e-6)
     gradients = torch.autograd.grad(logits[0, 4:].square().sum(), model.parameters(), allow_unused=True)
     alone = model(tokens[:1, 4:]).logits.square().sum()
     torch.testing.assert_close(gradients, torch.autograd.grad(alone, model.parameters(), allow_unused=True))
