@@ -282,7 +282,7 @@ class MoELanguageModel(SizedModel):
         x = self.embedding(tokens)  # (B, T, D)
         reports = []
         for number, block in enumerate(self.blocks):
-            if self.activation_checkpointing and self.training:
+            if self.activation_checkpointing and self.training and caches is None:
                 x, report = checkpoint(block, x, None, visible, use_reentrant=False)
             else:
                 x, report = block(x, None if caches is None else caches[number], visible)

@@ -175,8 +175,8 @@ def test_gradients():
 def test_op_is_registered_right():
     learned, token_of_slot, counts = inputs([2, 0, 4, 1], torch.float32)
     tokens, weights, up, down, *biases = learned
-    for tokens in (tokens, torch.randn(5, 7).t().requires_grad_()):  # the latter with other strides
-        arguments = tokens, token_of_slot, weights, counts, up, down, biases, "gelu", True
+    for x in (tokens, torch.randn(5, 7).t().requires_grad_()):  # the latter with other strides
+        arguments = x, token_of_slot, weights, counts, up, down, biases, "gelu", True
         torch.library.opcheck(
             torch.ops.lightning_accel.expert_mlp_blocks.default,
             arguments,
