@@ -194,7 +194,7 @@ def _lock(path: Path, timeout: float) -> Iterator[None]:
 def _build(name: str, folder: Path, target: str, library: Path, timeout: float) -> None:
     compiler = _compiler()
     # a warning, since programs without a logging setup show only warnings, and this may take minutes
-    _LOG.warning("%s is built for %s, once; %s", name, target, "some minutes" if _is_cuda(target) else "some seconds")
+    _LOG.warning("%s is built for %s, once; %s", name, target, "some minutes" if _is_cuda(target) else "half a minute")
     _delete_stale_builds(library.parent)
     # a temporary folder, since torch's lock file in it would outlive a killed process
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as made:
