@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from math import prod
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
@@ -19,7 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from lightning_accel._private.torch import is_batched, is_traced
 from lightning_accel.ops.extras import planned_capability, runs_triton
-from lightning_accel.ops.few_tokens import experts_of_few_tokens, has_few_slots
+from lightning_accel.ops.few_tokens import count_flops, experts_of_few_tokens, has_few_slots
 from lightning_accel.ops.grouped_linear import (
     cast_for_autocast,
     choose_grouped_backend,
@@ -423,15 +422,11 @@ def _allocate_saved(tokens: Tensor, token_of_slot: Tensor, up_dim: int, keep: bo
     return tokens.new_empty(rows, up_dim), tokens.new_empty(rows, tokens.shape[1])
 
 
-def _flops(tokens: Any, token_of_slot: Any, _: Any, __: Any, up: Any, down: Any, *rest: Any, **options: Any) -> int:
-    return 2 * token_of_slot[0] * (prod(up[1:]) + prod(down[1:]))
-
-
 @KERNELS.on_load
-def _count_flops() -> None:
-    register_flop_formula(torch.ops.lightning_accel_native.expert_blocks)(_flops)
+def _register() -> None:
+    register_flop_formula(torch.ops.lightning_accel_native.expert_blocks)(count_flops)
     register_flop_formula(torch.ops.lightning_accel_native.expert_blocks_backward)(
-        lambda grad, *rest, **options: 2 * _flops(*rest)
+        lambda grad, *rest, **options: 2 * count_flops(*rest)
     )
 
 

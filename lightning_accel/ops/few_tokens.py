@@ -102,15 +102,16 @@ def has_few_tokens(logits: Tensor) -> bool:
     return not is_traced() and 0 < logits.numel() <= _MOST_SCORES and logits.dtype == torch.float32 and _serves(logits)
 
 
-def _flops(
+def count_flops(
     tokens: Any, token_of_slot: Any, weight_of_slot: Any, counts: Any, up: Any, down: Any, *rest: Any, **options: Any
 ) -> int:
+    """Count the operations of both layers from shapes, those of ignored slots included."""
     return 2 * token_of_slot[0] * (prod(up[1:]) + prod(down[1:]))
 
 
 @KERNELS.on_load
-def _count_flops() -> None:
-    register_flop_formula(torch.ops.lightning_accel_native.experts_of_few_tokens)(_flops)
+def _register() -> None:
+    register_flop_formula(torch.ops.lightning_accel_native.experts_of_few_tokens)(count_flops)
 
 
 def _serves(*tensors: Tensor) -> bool:
