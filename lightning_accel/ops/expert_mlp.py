@@ -73,11 +73,11 @@ def expert_mlp(
             of Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415), ``relu`` or ``silu``.
         backend: ``loop`` is the reference formula. ``grouped_mm`` and ``triton`` are the kernels for CUDA of
             :func:`~lightning_accel.ops.grouped_linear`, which leave ``counts`` on its device; the latter has second
-            derivatives, as the loop. ``blocks``, for the CPU, runs a block of tokens through
-            both layers while it is in cache, and stores half of what autograd would. ``dense`` runs every expert
-            on every token, in products that any runtime supports: for exported programs. ``auto`` calls
-            :func:`choose_backend`, except for a few slots without gradients on the CPU, which a kernel of their own
-            computes in float32.
+            derivatives. ``blocks``, for the CPU, runs a block of tokens through both layers while it is in cache, and
+            stores half of what autograd would; where a second derivative is asked for, it computes gradients by the
+            loop, as it does all within torch.func and in forward mode. ``dense`` runs every expert on every token, in
+            products that any runtime supports: for exported programs. ``auto`` calls :func:`choose_backend`, except for
+            a few slots without gradients on the CPU, which a kernel of their own computes in float32.
 
     Returns:
         (N, D), in the dtype of the products; 0 for a token without slots.

@@ -84,10 +84,9 @@ def test_blocks_match_loop_whatever_the_counts(counts, dtype):
         torch.testing.assert_close(actual, expected, rtol=0, atol=bound * max(largest, 1e-3))
 
 
-@pytest.mark.skipif(not KERNELS.serves(torch.device("cpu")), reason="needs native kernels")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("activation", "gated", "bias"), LAYOUTS)
-def test_the_kernel_computes_what_python_does(activation, gated, bias, dtype):
+def test_the_kernel_computes_what_python_does(native, activation, gated, bias, dtype):
     """Blocks end within experts, and panels of the backward pass, too; an expert and a token have no slot."""
     counts = [2100, 0, 530, 1, 17]
     learned, token_of_slot, counts = inputs(counts, dtype, 900, gated=gated, bias=bias, left_out=5)
@@ -101,8 +100,7 @@ def test_the_kernel_computes_what_python_does(activation, gated, bias, dtype):
         torch.testing.assert_close(one, other, rtol=0, atol=tolerance * other.abs().max().item())
 
 
-@pytest.mark.skipif(not KERNELS.serves(torch.device("cpu")), reason="needs native kernels")
-def test_what_would_read_other_memory_is_an_error():
+def test_what_would_read_other_memory_is_an_error(native):
     learned, token_of_slot, counts = inputs([2, 1])
     with pytest.raises(IndexError, match=r"token_of_slot must lie in \[0, N\)"):
         run(learned, token_of_slot + 7, counts, backend="blocks")
@@ -155,8 +153,7 @@ def test_transforms_take_the_loop():
     torch.testing.assert_close(by_func, expected)
 
 
-@pytest.mark.skipif(not KERNELS.serves(torch.device("cpu")), reason="needs native kernels")
-def test_operations_are_counted():
+def test_operations_are_counted(native):
     learned, token_of_slot, counts = inputs([2, 1], bias=False)
     with FlopCounterMode(display=False) as forward:
         out = run(learned, token_of_slot, counts, backend="blocks")
