@@ -62,7 +62,7 @@ def make(name: str, optimizer=ADAMW, num_rows: int = 32) -> tuple[L.LightningMod
     generator = torch.Generator().manual_seed(5)
     torch.manual_seed(1)
     if name == "language_model":
-        attention = {"num_heads": 4, "num_key_value_heads": 2, "separate_documents": True}
+        attention = {"num_heads": 8, "num_key_value_heads": 4, "separate_documents": True}
         options = {"attention": attention, "experts": Experts(4, hidden_dim=6), "tie_embeddings": True}
         model = MoELanguageModel(11, dim=16, num_layers=2, **options, optimizer=optimizer)
         return model, TokenRows(torch.randint(11, (num_rows, 7), generator=generator))
