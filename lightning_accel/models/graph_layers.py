@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import GPSConv
 from torch_geometric.utils import scatter
 
+from lightning_accel.nn.graph_attention import run_gps
 from lightning_accel.nn.relational.layers import RelationalOrder3Pooling, RO3Conv
 from lightning_accel.ops.evaluation import evaluating
 from lightning_accel.ops.float32 import at_least_float32, without_autocast
@@ -114,8 +115,7 @@ class AttentionBlock(nn.Module):
         optional: dict[str, Any] = {"triples": triples} if isinstance(self.block.conv, RO3Conv) else {}
         if edge_attr is not None:
             optional[self._edge_name[0]] = edge_attr
-        features: Tensor = self.block(x, edge_index, batch, **optional)
-        return features
+        return run_gps(self.block, x, edge_index, batch, **optional)
 
 
 class GraphLayers(nn.Module):

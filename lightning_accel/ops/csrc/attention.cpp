@@ -475,6 +475,76 @@ void run_backward(const Problem& all, const Tensor& grad, const Tensor& query, c
   });
 }
 
+// Rows of one sample in segments that attend to themselves, where each begins, and where the last one ends.
+struct Segments {
+  const int64_t* begins;
+  int64_t count;
+
+  Segments(const Tensor& begins, const Problem& all)
+      : begins(static_cast<const int64_t*>(begins.const_data_ptr())), count(begins.numel() - 1) {
+    STD_TORCH_CHECK(begins.dim() == 1 && begins.is_contiguous() && begins.scalar_type() == ScalarType::Long &&
+                        count >= 0 && this->begins[0] == 0 && this->begins[count] == all.queries &&
+                        std::is_sorted(this->begins, this->begins + count + 1),
+                    "begins must be (B + 1,) int64, contiguous, and ascend from 0 to the number of rows");
+    STD_TORCH_CHECK(all.samples == 1 && all.queries == all.keys, "segments are of the rows of one sample");
+  }
+
+  // Calls run(pass, first row) for each segment, in parallel, with a pass whose problem is that of the segment.
+  template <typename Pass, typename F>
+  void each(const Problem& all, const F& run) const {
+    const int64_t rows_of_task = std::max<int64_t>(1, 256 * count / std::max<int64_t>(1, all.queries));
+    torch::stable::parallel_for(0, count, rows_of_task, [&](int64_t from, int64_t until) {
+      Problem one = all;
+      one.queries = 0;
+      for (int64_t s = from; s < until; ++s) one.queries = std::max(one.queries, begins[s + 1] - begins[s]);
+      one.keys = one.queries;
+      Pass pass(one);  // which has room for the longest
+      for (int64_t s = from; s < until; ++s) {
+        one.queries = one.keys = begins[s + 1] - begins[s];
+        if (one.queries > 0) run(pass, begins[s]);
+      }
+    });
+  }
+};
+
+template <typename T>
+Head<T> from_row(const Heads<T>& heads, int64_t h, int64_t row) {
+  const Head<T> head = heads.at(0, h);
+  return {head.row(row), head.stride};
+}
+
+template <typename T>
+void run_segments(const Problem& all, const Segments& segments, const Tensor& query, const Tensor& key,
+                  const Tensor& value, const Tensor& out, float* statistics) {
+  const auto q = read<T>(query), k = read<T>(key), v = read<T>(value);
+  const auto to = write<T>(out);
+  segments.each<Forward>(all, [&](Forward& pass, int64_t row) {
+    for (int64_t h = 0; h < all.heads; ++h) {
+      const int64_t g = h / (all.heads / all.groups);
+      pass.run<T>(0, h, from_row(q, h, row), from_row(k, g, row), from_row(v, g, row), 0, pass.all.queries,
+                  from_row(to, h, row), statistics + (h * all.queries + row) * 2);
+    }
+  });
+}
+
+template <typename T>
+void run_segments_backward(const Problem& all, const Segments& segments, const Tensor& grad, const Tensor& query,
+                           const Tensor& key, const Tensor& value, const Tensor& out, const float* statistics,
+                           const Tensor& d_query, const Tensor& d_key, const Tensor& d_value) {
+  const auto g_out = read<T>(grad), q = read<T>(query), k = read<T>(key), v = read<T>(value), o = read<T>(out);
+  const auto d_q = write<T>(d_query), d_k = write<T>(d_key), d_v = write<T>(d_value);
+  const int64_t shared = all.heads / all.groups;
+  segments.each<Backward>(all, [&](Backward& pass, int64_t row) {
+    for (int64_t g = 0; g < all.groups; ++g) {
+      pass.enter<T>(from_row(k, g, row), from_row(v, g, row));
+      for (int64_t h = g * shared; h < (g + 1) * shared; ++h)
+        pass.add<T>(0, h, from_row(q, h, row), from_row(o, h, row), from_row(g_out, h, row),
+                    statistics + (h * all.queries + row) * 2, from_row(d_q, h, row));
+      pass.leave<T>(from_row(d_k, g, row), from_row(d_v, g, row));
+    }
+  });
+}
+
 // The output (B, H, L, V), and float32 statistics (B, H, L, 2) for the backward pass.
 std::tuple<Tensor, Tensor> attention(const Tensor& query, const Tensor& key, const Tensor& value, Maybe mask,
                                      Maybe seed, double dropout, bool causal, double scale) {
@@ -488,15 +558,20 @@ std::tuple<Tensor, Tensor> attention(const Tensor& query, const Tensor& key, con
   return {out, statistics};
 }
 
+void check_saved(const Tensor& grad, const Tensor& out, const Tensor& statistics, const Tensor& query,
+                 const Problem& all) {
+  for (const Tensor& x : {grad, out}) check(x, query, all.heads, all.queries, all.value_features);
+  STD_TORCH_CHECK(statistics.scalar_type() == ScalarType::Float && statistics.is_contiguous() &&
+                      statistics.numel() == all.samples * all.heads * all.queries * 2,
+                  "statistics must be contiguous (B, H, L, 2) float32");
+}
+
 std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad, const Tensor& query, const Tensor& key,
                                                       const Tensor& value, Maybe mask, Maybe seed, const Tensor& out,
                                                       const Tensor& statistics, double dropout, bool causal,
                                                       double scale) {
   const Problem all = problem_of(query, key, value, mask, seed, dropout, causal, scale);
-  for (const Tensor& x : {grad, out}) check(x, query, all.heads, all.queries, all.value_features);
-  STD_TORCH_CHECK(statistics.scalar_type() == ScalarType::Float && statistics.is_contiguous() &&
-                      statistics.numel() == all.samples * all.heads * all.queries * 2,
-                  "statistics must be contiguous (B, H, L, 2) float32");
+  check_saved(grad, out, statistics, query, all);
   Tensor d_query = empty_heads(query, all.heads, all.queries, all.features);
   Tensor d_key = empty_heads(key, all.groups, all.keys, all.features);
   Tensor d_value = empty_heads(value, all.groups, all.keys, all.value_features);
@@ -504,6 +579,36 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad, const 
   query.scalar_type() == ScalarType::Float
       ? run_backward<float>(all, grad, query, key, value, out, from, d_query, d_key, d_value)
       : run_backward<uint16_t>(all, grad, query, key, value, out, from, d_query, d_key, d_value);
+  return {d_query, d_key, d_value};
+}
+
+// As attention of one sample (1, H, N, D), whose rows attend within their segments.
+std::tuple<Tensor, Tensor> segment_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                             const Tensor& begins, bool causal, double scale) {
+  const Problem all = problem_of(query, key, value, {}, {}, 0.0, causal, scale);
+  const Segments segments(begins, all);
+  Tensor out = empty_heads(query, all.heads, all.queries, all.value_features);
+  Tensor statistics = torch::stable::new_empty(query, {1, all.heads, all.queries, 2}, ScalarType::Float);
+  float* to = static_cast<float*>(statistics.mutable_data_ptr());
+  query.scalar_type() == ScalarType::Float ? run_segments<float>(all, segments, query, key, value, out, to)
+                                           : run_segments<uint16_t>(all, segments, query, key, value, out, to);
+  return {out, statistics};
+}
+
+std::tuple<Tensor, Tensor, Tensor> segment_attention_backward(const Tensor& grad, const Tensor& query,
+                                                              const Tensor& key, const Tensor& value,
+                                                              const Tensor& begins, const Tensor& out,
+                                                              const Tensor& statistics, bool causal, double scale) {
+  const Problem all = problem_of(query, key, value, {}, {}, 0.0, causal, scale);
+  const Segments segments(begins, all);
+  check_saved(grad, out, statistics, query, all);
+  Tensor d_query = empty_heads(query, all.heads, all.queries, all.features);
+  Tensor d_key = empty_heads(key, all.groups, all.keys, all.features);
+  Tensor d_value = empty_heads(value, all.groups, all.keys, all.value_features);
+  const float* from = static_cast<const float*>(statistics.const_data_ptr());
+  query.scalar_type() == ScalarType::Float
+      ? run_segments_backward<float>(all, segments, grad, query, key, value, out, from, d_query, d_key, d_value)
+      : run_segments_backward<uint16_t>(all, segments, grad, query, key, value, out, from, d_query, d_key, d_value);
   return {d_query, d_key, d_value};
 }
 
@@ -516,9 +621,17 @@ STABLE_TORCH_LIBRARY_FRAGMENT(lightning_accel_native, m) {
   m.def(
       "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? seed, Tensor out, "
       "Tensor statistics, float dropout, bool causal, float scale) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "segment_attention(Tensor query, Tensor key, Tensor value, Tensor begins, bool causal, float scale) -> (Tensor, "
+      "Tensor)");
+  m.def(
+      "segment_attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor begins, Tensor out, "
+      "Tensor statistics, bool causal, float scale) -> (Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lightning_accel_native, CPU, m) {
   m.impl("attention", TORCH_BOX(&attention));
   m.impl("attention_backward", TORCH_BOX(&attention_backward));
+  m.impl("segment_attention", TORCH_BOX(&segment_attention));
+  m.impl("segment_attention_backward", TORCH_BOX(&segment_attention_backward));
 }

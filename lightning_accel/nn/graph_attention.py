@@ -1,0 +1,73 @@
+"""Blocks of GPS (Rampášek et al. 2022, https://arxiv.org/abs/2205.12454) whose attention pads no graph.
+
+Shapes: N nodes, B graphs, D features, H heads.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch_geometric.nn import GPSConv
+
+from lightning_accel.ops.segment_attention import segment_attention, serves_segments
+
+_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+
+
+def run_gps(layer: GPSConv, x: Tensor, edge_index: Any, batch: Tensor | None = None, **edges: Any) -> Tensor:
+    """Compute ``layer``, with nodes that attend within their graph by :func:`segment_attention` where it serves.
+
+    PyTorch Geometric pads graphs to the largest one of a batch. Its own forward pass remains where attention has
+    dropout, hooks or another class, and on other devices. Outputs and gradients are equal up to rounding.
+
+    Args:
+        layer: with its own convolution, attention, perceptron and norms.
+        x: (N, D).
+        edge_index: as the convolution takes it.
+        batch: (N,) int64, the graph of each node, ascending; None for a single graph.
+        **edges: further arguments of the convolution.
+    """
+    if not _serves(layer, x):
+        out: Tensor = GPSConv.forward(layer, x, edge_index, batch, **edges)
+        return out
+    branches = [] if layer.conv is None else [_branch(layer, layer.norm1, layer.conv(x, edge_index, **edges), x, batch)]
+    branches.append(_branch(layer, layer.norm2, _attend(layer.attn, x, batch), x, batch))
+    total = branches[0] if len(branches) == 1 else branches[0] + branches[1]
+    return _norm(layer, layer.norm3, total + layer.mlp(total), batch)
+
+
+def _serves(layer: GPSConv, x: Tensor) -> bool:
+    attention = layer.attn
+    return (
+        type(attention) is nn.MultiheadAttention
+        and "forward" not in vars(attention)
+        and attention.in_proj_weight is not None
+        and attention.bias_k is None
+        and not attention.add_zero_attn
+        and not (attention.training and attention.dropout)
+        and not any(getattr(attention, name) for name in _HOOKS)
+        and {type(attention.in_proj_weight), type(attention.out_proj.weight)} <= {Tensor, nn.Parameter}
+        and serves_segments(x)
+    )
+
+
+def _attend(attention: nn.MultiheadAttention, x: Tensor, batch: Tensor | None) -> Tensor:
+    if batch is None:
+        begins = torch.tensor([0, len(x)])
+    else:
+        begins = F.pad(torch.bincount(batch).cumsum(0), (1, 0))
+    joined = F.linear(x, attention.in_proj_weight, attention.in_proj_bias)
+    heads = joined.unflatten(1, (3, attention.num_heads, attention.head_dim)).unbind(1)
+    return F.linear(segment_attention(*heads, begins).flatten(1), attention.out_proj.weight, attention.out_proj.bias)
+
+
+def _branch(layer: GPSConv, norm: nn.Module | None, change: Tensor, x: Tensor, batch: Tensor | None) -> Tensor:
+    return _norm(layer, norm, F.dropout(change, layer.dropout, layer.training) + x, batch)
+
+
+def _norm(layer: GPSConv, norm: nn.Module | None, x: Tensor, batch: Tensor | None) -> Tensor:
+    if norm is None:
+        return x
+    out: Tensor = norm(x, batch=batch) if layer.norm_with_batch else norm(x)
+    return out

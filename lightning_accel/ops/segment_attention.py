@@ -1,0 +1,145 @@
+"""Attention within segments of rows, such as the nodes of each graph of a batch, without padding.
+
+Shapes: N rows, B segments, H heads of queries, G heads of keys and values (H is a multiple of G), D and V features.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
+
+from lightning_accel._private.torch import is_batched, is_traced
+from lightning_accel.ops.native import KERNELS, check_one_device
+
+_DTYPES = (torch.float32, torch.bfloat16)
+_PLAIN = {Tensor, nn.Parameter}
+
+
+def segment_attention(query: Tensor, key: Tensor, value: Tensor, begins: Tensor, causal: bool = False) -> Tensor:
+    """Let each row attend to the rows of its segment, by scaled dot products (Vaswani et al. 2017).
+
+    On the CPU a C++ kernel computes it in float32 and bfloat16, with sums in float32; elsewhere segments are padded to
+    the longest one. All derivatives exist.
+
+    Args:
+        query: (N, H, D) floating.
+        key: (N, G, D), of the same dtype.
+        value: (N, G, V), of the same dtype.
+        begins: (B + 1,) int64, ascending from 0 to N: where segments begin, and where the last one ends.
+        causal: let rows attend to themselves and to rows before them alone.
+
+    Returns:
+        (N, H, V), of the dtype of ``query``.
+
+    Raises:
+        RuntimeError: if shapes or dtypes disagree, or ``begins`` does not ascend from 0 to N.
+
+    >>> x = torch.randn(5, 2, 8)
+    >>> segment_attention(x, x, x, torch.tensor([0, 2, 5])).shape
+    torch.Size([5, 2, 8])
+    """
+    if not serves_segments(query, key, value):
+        return _attend_padded(query, key, value, begins, causal)
+    of_heads = [_by_head(one) for one in (query, key, value)]
+    run = torch.ops.lightning_accel_native.segment_attention.default
+    out: Tensor = run(*of_heads, begins.contiguous(), causal, query.shape[2] ** -0.5)[0]
+    return out[0].transpose(0, 1)
+
+
+def serves_segments(*tensors: Tensor) -> bool:
+    """Return whether the kernel of :func:`segment_attention` computes with these ``tensors``."""
+    first = tensors[0]
+    if is_traced() or not all(type(one) in _PLAIN and one.is_cpu and one.dtype == first.dtype for one in tensors):
+        return False
+    return first.dtype in _DTYPES and first.numel() > 0 and KERNELS.serves(first.device)
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """Return ``x`` (N, H, D) as (1, H, N, D), with features side by side, as the kernel takes it."""
+    return (x if x.stride(2) == 1 else x.contiguous()).transpose(0, 1).unsqueeze(0)
+
+
+def _attend_padded(query: Tensor, key: Tensor, value: Tensor, begins: Tensor, causal: bool) -> Tensor:
+    lengths = begins.diff()
+    longest = int(lengths.max()) if len(lengths) else 0
+    if begins[0] != 0 or begins[-1] != len(query) or (lengths < 0).any():
+        raise RuntimeError(f"begins must ascend from 0 to the number of rows, {len(query)}; got {begins.tolist()}")
+    segment = torch.repeat_interleave(lengths, output_size=len(query))
+    place = torch.arange(len(query), device=query.device) - begins[segment] + segment * longest
+    padded = [
+        x.new_zeros(len(lengths) * longest, *x.shape[1:])
+        .index_copy(0, place, x)
+        .unflatten(0, (len(lengths), longest))
+        .transpose(1, 2)
+        for x in (query, key, value)
+    ]
+    position = torch.arange(longest, device=query.device)
+    mask = (position < lengths[:, None])[:, None, None]  # of keys, (B, 1, 1, longest)
+    if causal:
+        mask = mask & (position <= position[:, None])
+    out = F.scaled_dot_product_attention(*padded, attn_mask=mask, enable_gqa=query.shape[1] != key.shape[1])
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, place)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.causal, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    *inputs, begins, out, statistics = ctx.saved_tensors
+    if torch.is_grad_enabled() or is_batched(grad):
+        gradients = _gradients_of_padded(inputs, begins, ctx.causal, grad)
+    else:
+        grad = grad if grad.stride(3) == 1 else grad.contiguous()
+        run = torch.ops.lightning_accel_native.segment_attention_backward.default
+        gradients = run(grad, *inputs, begins, out, statistics, ctx.causal, ctx.scale)
+    return *gradients, None, None, None
+
+
+def _gradients_of_padded(inputs: list[Tensor], begins: Tensor, causal: bool, grad: Tensor) -> tuple[Tensor, ...]:
+    """Return the gradients of queries, keys and values, which can be differentiated again."""
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        inputs = [one.view_as(one).requires_grad_() for one in inputs]  # whose gradients call no hooks of the others
+        out = _attend_padded(*(one[0].transpose(0, 1) for one in inputs), begins, causal).transpose(0, 1).unsqueeze(0)
+    return torch.autograd.grad(out, inputs, grad, create_graph=create_graph)
+
+
+def _fake(
+    query: Tensor, key: Tensor, value: Tensor, begins: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    check_one_device(query=query, key=key, value=value, begins=begins)
+    out = _empty_heads(query, value.shape[3])
+    return out, query.new_empty(*query.shape[:3], 2, dtype=torch.float32)
+
+
+def _fake_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return tuple(_empty_heads(one, one.shape[3]) for one in (query, key, value))
+
+
+def _empty_heads(like: Tensor, features: int) -> Tensor:
+    return like.new_empty(1, like.shape[2], like.shape[1], features).transpose(1, 2)
+
+
+def _count_flops(query: Any, key: Any, value: Any, begins: Any, *_: Any, **__: Any) -> int:
+    """Count two operations for each term of the products of all queries and keys, as of segments of equal length."""
+    return 2 * query[1] * query[2] * query[2] // max(1, begins[0] - 1) * (query[3] + value[3])  # type: ignore[no-any-return]
+
+
+def _count_backward_flops(grad: Any, query: Any, key: Any, value: Any, begins: Any, *_: Any, **__: Any) -> int:
+    """Count scores that are computed again, and the two products for the gradients of each of the two."""
+    pairs = query[1] * query[2] * query[2] // max(1, begins[0] - 1)
+    return 2 * pairs * (3 * query[3] + 2 * value[3])  # type: ignore[no-any-return]
+
+
+@KERNELS.on_load
+def _register() -> None:
+    torch.library.register_fake("lightning_accel_native::segment_attention", _fake)
+    torch.library.register_fake("lightning_accel_native::segment_attention_backward", _fake_backward)
+    torch.library.register_autograd("lightning_accel_native::segment_attention", _backward, setup_context=_setup)
+    register_flop_formula(torch.ops.lightning_accel_native.segment_attention)(_count_flops)
+    register_flop_formula(torch.ops.lightning_accel_native.segment_attention_backward)(_count_backward_flops)
