@@ -10,6 +10,7 @@ from torch_geometric.nn import Linear, MessagePassing
 from lightning_accel._private.others import explained_edges
 from lightning_accel.nn.features import check_edge_index, require_width
 from lightning_accel.nn.relational.kernels import MAPS, ProductKernel, make_edge_weights
+from lightning_accel.nn.relational.rooted import rooted_features
 from lightning_accel.nn.relational.sums import (
     Graphs,
     average_of_copies,
@@ -238,11 +239,12 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
         x, b = at_least_float32(x), maps[:, : self.rank]
         weight = None if self.edge_weights is None else self.edge_weights(edge_attr, edge_index, triples)
         mask = self._explainer_mask(edge_index, triples)
-        masked = weight if mask is None else mask.expand(-1, self.rank) * (1 if weight is None else weight)
+        if mask is None:
+            return rooted_features(x, maps, weight, triples)
+        masked = mask.expand(-1, self.rank) * (1 if weight is None else weight)
         sums: list[Tensor] = list(rooted_sums(maps, masked, triples))
         neighbours = weighted_neighbour_sum(x, mask, triples)
         if weight is not None:
-            assert masked is not None
             sums.append(weighted_neighbour_sum(b, masked, triples))
         return torch.cat([x + neighbours, b, *sums], dim=1)
 

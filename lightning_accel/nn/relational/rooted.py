@@ -1,0 +1,97 @@
+"""What a node knows of the triples that contain it, computed in one pass over its neighbours and triangles.
+
+Shapes: N nodes, E edges, F features, R channels.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_accel._private.torch import is_batched, is_traced
+from lightning_accel.nn.relational.sums import in_float64, rooted_sums, weighted_neighbour_sum
+from lightning_accel.ops.native import KERNELS
+from lightning_accel.ops.triples.find import Triples
+
+_PLAIN = {Tensor, nn.Parameter}
+_DTYPES = (torch.float32, torch.float64)
+
+
+def rooted_features(x: Tensor, maps: Tensor, weight: Tensor | None, triples: Triples) -> Tensor:
+    """Compute the features of nodes, those of their neighbours and the sums over their triples, side by side.
+
+    On the CPU a C++ kernel computes them and their gradients; second derivatives, other devices and transformed code
+    take the formulas in torch.
+
+    Args:
+        x: (N, F) float32 or float64.
+        maps: (N, 2 R) of the same dtype, the maps b and c of x.
+        weight: (E, R) of the same dtype, the weights of edges; None for 1.
+        triples: edges and triangles of the graph.
+
+    Returns:
+        (N, F + 4 R), the sum of ``x`` over a node and its neighbours, b, and :func:`rooted_sums`; with weights
+        (N, F + 5 R), with the sum of ``w_ij b_j`` over the neighbours at the end.
+    """
+    given = [x, maps] if weight is None else [x, maps, weight]
+    if not _serves(given):
+        return _formula(x, maps, weight, triples)
+    wide = in_float64(maps, triples)
+    if wide.dtype != maps.dtype:
+        weight = None if weight is None else weight.to(wide.dtype)
+        return rooted_features(x.to(wide.dtype), wide, weight, triples).to(maps.dtype)
+    out: Tensor = _RootedFeatures.apply(x.contiguous(), maps.contiguous(), weight, triples)
+    return out
+
+
+def _serves(tensors: list[Tensor]) -> bool:
+    first = tensors[0]
+    if is_traced() or not all(type(one) in _PLAIN and one.is_cpu and one.dtype == first.dtype for one in tensors):
+        return False
+    return first.dtype in _DTYPES and KERNELS.serves(first.device)
+
+
+def _formula(x: Tensor, maps: Tensor, weight: Tensor | None, triples: Triples) -> Tensor:
+    b = maps[:, : maps.shape[1] // 2]
+    sums = list(rooted_sums(maps, weight, triples))
+    if weight is not None:
+        sums.append(weighted_neighbour_sum(b, weight, triples))
+    return torch.cat([x + weighted_neighbour_sum(x, None, triples), b, *sums], dim=1)
+
+
+class _RootedFeatures(torch.autograd.Function):
+    """Compute :func:`rooted_features` by the kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, maps: Tensor, weight: Tensor | None, triples: Triples) -> Tensor:
+        weight = None if weight is None else weight.contiguous()
+        out, saved = torch.ops.lightning_accel_native.rooted_triples.default(x, maps, weight, *_graph(triples))
+        ctx.triples = triples
+        ctx.save_for_backward(x, maps, weight, saved)
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, maps, weight, saved = ctx.saved_tensors
+        if torch.is_grad_enabled() or is_batched(grad):
+            return *_gradients_of_formula(x, maps, weight, ctx.triples, grad), None
+        run = torch.ops.lightning_accel_native.rooted_triples_backward.default
+        d_x, d_maps, d_weight = run(grad.contiguous(), x, maps, weight, saved, *_graph(ctx.triples))
+        return d_x, d_maps, None if weight is None else d_weight, None
+
+
+def _graph(triples: Triples) -> tuple[Tensor, ...]:
+    return triples.rowptr, triples.col, triples.edge_of, triples.edge, triples.triangle, triples.side
+
+
+def _gradients_of_formula(
+    x: Tensor, maps: Tensor, weight: Tensor | None, triples: Triples, grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the three tensors, which can be differentiated again."""
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        given = [one if one is None else one.view_as(one).requires_grad_() for one in (x, maps, weight)]
+        out = _formula(given[0], given[1], given[2], triples)
+        learned = [one for one in given if one is not None]
+        found = iter(torch.autograd.grad(out, learned, grad, create_graph=create_graph))
+    return tuple(one if one is None else next(found) for one in given)
