@@ -114,6 +114,15 @@ struct Weights {
   }
 };
 
+// Loads the row of a neighbour some entries ahead, which no processor foresees, into the cache.
+template <typename T>
+inline void load_ahead(const Graph& graph, int64_t entry, Matrix<T> rows, int64_t columns) {
+  constexpr int64_t kAhead = 8, kLine = 64 / sizeof(T);
+  if (entry + kAhead >= 2 * graph.edges) return;
+  const auto* row = rows[graph.col[entry + kAhead]];
+  for (int64_t i = 0; i < columns; i += kLine) __builtin_prefetch(row + i);
+}
+
 template <typename T>
 void add(const T* from, int64_t n, T* to) {
   for (int64_t i = 0; i < n; ++i) to[i] += from[i];
@@ -121,7 +130,7 @@ void add(const T* from, int64_t n, T* to) {
 
 template <typename T, bool kWeighted>
 void sum(const Graph& graph, int64_t features, int64_t rank, Matrix<const T> x, Matrix<const T> maps,
-         Weights<T, kWeighted> weight, Matrix<T> out, Matrix<T> saved) {
+         Weights<T, kWeighted> weight, Matrix<T> out, Matrix<T> saved, Matrix<T> steps) {
   const Parts parts(features, rank, kWeighted);
   const Lists corners(graph.triangle, 3 * graph.triangles, graph.nodes);
   torch::stable::parallel_for(0, graph.nodes, kGrain, [&](int64_t from, int64_t until) {
@@ -135,6 +144,8 @@ void sum(const Graph& graph, int64_t features, int64_t rank, Matrix<const T> x, 
       for (int64_t n = graph.rowptr[i]; n < graph.rowptr[i + 1]; ++n) {
         const T *b = maps[graph.col[n]], *c = b + rank;
         const auto w = weight[graph.edge_of[n]];
+        load_ahead(graph, n, x, features);
+        load_ahead(graph, n, maps, 2 * rank);
         add(x[graph.col[n]], features, row);
         for (int64_t r = 0; r < rank; ++r) {
           const T factor = w[r], term = factor * b[r];
@@ -161,6 +172,8 @@ void sum(const Graph& graph, int64_t features, int64_t rank, Matrix<const T> x, 
       if constexpr (kWeighted) std::copy_n(around, rank, row + parts.around);
       std::copy_n(around, rank, saved[i]);
       std::copy_n(around_c, rank, saved[i] + rank);
+      const T* c = maps[i] + rank;
+      for (int64_t r = 0; r < rank; ++r) steps[i][r] = c[r] * around[r];
     }
   });
   torch::stable::parallel_for(0, graph.nodes, kGrain, [&](int64_t from, int64_t until) {
@@ -168,9 +181,10 @@ void sum(const Graph& graph, int64_t features, int64_t rank, Matrix<const T> x, 
     for (int64_t i = from; i < until; ++i) {
       std::fill(walks.begin(), walks.end(), T(0));
       for (int64_t n = graph.rowptr[i]; n < graph.rowptr[i + 1]; ++n) {
-        const T *c = maps[graph.col[n]] + rank, *around = saved[graph.col[n]];
+        const T* step = steps[graph.col[n]];
         const auto w = weight[graph.edge_of[n]];
-        for (int64_t r = 0; r < rank; ++r) walks[r] += c[r] * around[r] * w[r];
+        load_ahead(graph, n, steps, rank);
+        for (int64_t r = 0; r < rank; ++r) walks[r] += step[r] * w[r];
       }
       const T *b = maps[i], *around_c = saved[i] + rank;
       T* leaf = out[i] + parts.leaf;
@@ -209,6 +223,7 @@ struct Backward {
         for (int64_t n = graph.rowptr[j]; n < graph.rowptr[j + 1]; ++n) {
           const T* of_around = d_around[graph.col[n]];
           const auto w = weight[graph.edge_of[n]];
+          load_ahead(graph, n, d_around, rank);
           T* d_b = d_maps[j];
           for (int64_t r = 0; r < rank; ++r) d_b[r] += w[r] * of_around[r];
         }
@@ -237,6 +252,9 @@ struct Backward {
       const int64_t i = graph.col[n];
       const auto w = weight[graph.edge_of[n]];
       const T *leaf = of_leaf(i), *centre = of_centre(i), *b = maps[i];
+      load_ahead(graph, n, grad, features);
+      load_ahead(graph, n, Matrix<const T>{grad.data + parts.centre, grad.stride}, 2 * rank);
+      load_ahead(graph, n, maps, rank);
       add(grad[i], features, d_x[j]);
       for (int64_t r = 0; r < rank; ++r) {
         const T factor = w[r], square = factor * factor;
@@ -331,12 +349,13 @@ std::tuple<Tensor, Tensor> rooted_triples(const Tensor& x, const Tensor& maps, M
   const Parts parts(sizes.features, sizes.rank, weight.has_value());
   Tensor out = torch::stable::new_empty(x, {graph.nodes, parts.columns});
   Tensor saved = torch::stable::new_empty(x, {graph.nodes, 2 * sizes.rank});
+  Tensor steps = torch::stable::new_empty(x, {graph.nodes, sizes.rank});  // of paths: c times the sum of neighbours' b
   dispatch(x, weight, [&](auto kind, auto is_weighted) {
     using T = decltype(kind);
     constexpr bool kWeighted = decltype(is_weighted)::value;
     sum<T, kWeighted>(graph, sizes.features, sizes.rank, read<T>(x, graph.nodes, sizes.features, x),
                       read<T>(maps, graph.nodes, 2 * sizes.rank, x), weights_of<T, kWeighted>(weight, graph, sizes, x),
-                      write<T>(out), write<T>(saved));
+                      write<T>(out), write<T>(saved), write<T>(steps));
   });
   return {out, saved};
 }
