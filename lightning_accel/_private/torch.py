@@ -89,6 +89,11 @@ def is_batched(x: Tensor) -> bool:
     return torch._C._functorch.is_batchedtensor(x) or torch._C._functorch.is_legacy_batchedtensor(x)
 
 
+def is_transformed(x: Tensor) -> bool:
+    """Return whether operations with ``x`` are transformed, batched or differentiated forwards, in eager mode."""
+    return not torch.compiler.is_compiling() and (in_transform() or in_forward_mode() or is_batched(x))
+
+
 def in_forward_mode() -> bool:
     """Return whether derivatives are computed in forward mode, which has no public name outside of its own module."""
     return forward_ad._current_level >= 0

@@ -3,6 +3,8 @@
 Shapes: N nodes, B graphs, D features, H heads.
 """
 
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +15,26 @@ from torch_geometric.nn import GPSConv
 from lightning_accel.ops.segment_attention import segment_attention, serves_segments
 
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+
+
+def replace_gps_(module: nn.Module) -> list[GPSConv]:
+    """Compute each ``GPSConv`` inside ``module`` by :func:`run_gps`; return these layers."""
+    layers = [
+        layer
+        for layer in module.modules()
+        if isinstance(layer, GPSConv) and type(layer).forward is GPSConv.forward and "forward" not in vars(layer)
+    ]
+    for layer in layers:
+        layer.forward = partial(run_gps, layer)
+    return layers
+
+
+def restore_gps_(layers: Iterable[GPSConv]) -> None:
+    """Return ``layers``, which :func:`replace_gps_` has changed, to their own execution."""
+    for layer in layers:
+        replaced = vars(layer).get("forward")
+        if isinstance(replaced, partial) and replaced.func is run_gps:
+            del layer.forward
 
 
 def run_gps(layer: GPSConv, x: Tensor, edge_index: Any, batch: Tensor | None = None, **edges: Any) -> Tensor:
@@ -53,13 +75,11 @@ def _serves(layer: GPSConv, x: Tensor) -> bool:
 
 
 def _attend(attention: nn.MultiheadAttention, x: Tensor, batch: Tensor | None) -> Tensor:
-    if batch is None:
-        begins = torch.tensor([0, len(x)])
-    else:
-        begins = F.pad(torch.bincount(batch).cumsum(0), (1, 0))
+    begins = torch.tensor([0, len(x)]) if batch is None else F.pad(torch.bincount(batch).cumsum(0), (1, 0))
     joined = F.linear(x, attention.in_proj_weight, attention.in_proj_bias)
-    heads = joined.unflatten(1, (3, attention.num_heads, attention.head_dim)).unbind(1)
-    return F.linear(segment_attention(*heads, begins).flatten(1), attention.out_proj.weight, attention.out_proj.bias)
+    query, key, value = joined.unflatten(1, (3, attention.num_heads, attention.head_dim)).unbind(1)
+    out = segment_attention(query, key, value, begins).flatten(1)
+    return F.linear(out, attention.out_proj.weight, attention.out_proj.bias)
 
 
 def _branch(layer: GPSConv, norm: nn.Module | None, change: Tensor, x: Tensor, batch: Tensor | None) -> Tensor:

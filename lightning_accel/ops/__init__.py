@@ -7,6 +7,7 @@ from lightning_accel.ops.native import NativeLibrary
 from lightning_accel.ops.recurrent import recurrent_layer
 from lightning_accel.ops.scan.gated import gated_scan
 from lightning_accel.ops.scan.linear import linear_scan
+from lightning_accel.ops.segment_attention import segment_attention
 from lightning_accel.ops.triples.cache import triples_of
 from lightning_accel.ops.triples.csr import csr_sum
 from lightning_accel.ops.triples.find import Triples, find_triples, neighbour_sum, triangle_sum
@@ -23,6 +24,7 @@ __all__ = [
     "log_clip",
     "neighbour_sum",
     "recurrent_layer",
+    "segment_attention",
     "triangle_sum",
     "triples_of",
 ]

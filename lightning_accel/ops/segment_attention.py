@@ -3,14 +3,16 @@
 Shapes: N rows, B segments, H heads of queries, G heads of keys and values (H is a multiple of G), D and V features.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import register_flop_formula
 
-from lightning_accel._private.torch import is_batched, is_traced
+from lightning_accel._private.torch import is_batched, is_traced, is_transformed
 from lightning_accel.ops.native import KERNELS, check_one_device
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -63,28 +65,32 @@ def _by_head(x: Tensor) -> Tensor:
 
 def _attend_padded(query: Tensor, key: Tensor, value: Tensor, begins: Tensor, causal: bool) -> Tensor:
     lengths = begins.diff()
+    if begins.dtype != torch.int64 or begins[0] != 0 or begins[-1] != len(query) or (lengths < 0).any():
+        raise RuntimeError(f"begins must be int64, and ascend from 0 to the number of rows, {len(query)}; got {begins}")
     longest = int(lengths.max()) if len(lengths) else 0
-    if begins[0] != 0 or begins[-1] != len(query) or (lengths < 0).any():
-        raise RuntimeError(f"begins must ascend from 0 to the number of rows, {len(query)}; got {begins.tolist()}")
     segment = torch.repeat_interleave(lengths, output_size=len(query))
     place = torch.arange(len(query), device=query.device) - begins[segment] + segment * longest
-    padded = [
+    query, key, value = (
         x.new_zeros(len(lengths) * longest, *x.shape[1:])
         .index_copy(0, place, x)
         .unflatten(0, (len(lengths), longest))
         .transpose(1, 2)
         for x in (query, key, value)
-    ]
+    )
     position = torch.arange(longest, device=query.device)
     mask = (position < lengths[:, None])[:, None, None]  # of keys, (B, 1, 1, longest)
     if causal:
         mask = mask & (position <= position[:, None])
-    out = F.scaled_dot_product_attention(*padded, attn_mask=mask, enable_gqa=query.shape[1] != key.shape[1])
+    is_grouped = query.shape[1] != key.shape[1]
+    # torch's other implementations have no derivatives in forward mode
+    with sdpa_kernel(SDPBackend.MATH) if is_transformed(query) else nullcontext():
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=is_grouped)
     return out.transpose(1, 2).flatten(0, 1).index_select(0, place)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.causal, ctx.scale = inputs
+    *tensors, causal, scale = inputs
+    ctx.options = causal, scale
     ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(output[1])
 
@@ -92,11 +98,11 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     *inputs, begins, out, statistics = ctx.saved_tensors
     if torch.is_grad_enabled() or is_batched(grad):
-        gradients = _gradients_of_padded(inputs, begins, ctx.causal, grad)
+        gradients = _gradients_of_padded(inputs, begins, ctx.options[0], grad)
     else:
         grad = grad if grad.stride(3) == 1 else grad.contiguous()
         run = torch.ops.lightning_accel_native.segment_attention_backward.default
-        gradients = run(grad, *inputs, begins, out, statistics, ctx.causal, ctx.scale)
+        gradients = run(grad, *inputs, begins, out, statistics, *ctx.options)
     return *gradients, None, None, None
 
 
@@ -105,7 +111,8 @@ def _gradients_of_padded(inputs: list[Tensor], begins: Tensor, causal: bool, gra
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         inputs = [one.view_as(one).requires_grad_() for one in inputs]  # whose gradients call no hooks of the others
-        out = _attend_padded(*(one[0].transpose(0, 1) for one in inputs), begins, causal).transpose(0, 1).unsqueeze(0)
+        query, key, value = (one[0].transpose(0, 1) for one in inputs)
+        out = _attend_padded(query, key, value, begins, causal).transpose(0, 1).unsqueeze(0)
     return torch.autograd.grad(out, inputs, grad, create_graph=create_graph)
 
 
@@ -127,13 +134,13 @@ def _empty_heads(like: Tensor, features: int) -> Tensor:
 
 def _count_flops(query: Any, key: Any, value: Any, begins: Any, *_: Any, **__: Any) -> int:
     """Count two operations for each term of the products of all queries and keys, as of segments of equal length."""
-    return 2 * query[1] * query[2] * query[2] // max(1, begins[0] - 1) * (query[3] + value[3])  # type: ignore[no-any-return]
+    return 2 * query[1] * query[2] * query[2] // max(1, begins[0] - 1) * (query[3] + value[3])
 
 
 def _count_backward_flops(grad: Any, query: Any, key: Any, value: Any, begins: Any, *_: Any, **__: Any) -> int:
     """Count scores that are computed again, and the two products for the gradients of each of the two."""
     pairs = query[1] * query[2] * query[2] // max(1, begins[0] - 1)
-    return 2 * pairs * (3 * query[3] + 2 * value[3])  # type: ignore[no-any-return]
+    return 2 * pairs * (3 * query[3] + 2 * value[3])
 
 
 @KERNELS.on_load

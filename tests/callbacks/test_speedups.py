@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader as GraphLoader
-from torch_geometric.nn import GINConv, SAGEConv, global_add_pool
+from torch_geometric.nn import GINConv, GPSConv, SAGEConv, global_add_pool
 
 from lightning_accel._private.torch import compiled_call, dataset_of, plain_call, set_compiled_call
 from lightning_accel.callbacks import ExactResume, Pruning, Speedups, speedups
@@ -430,27 +430,28 @@ class Tagger(L.LightningModule):
 
 
 class Graphs(L.LightningModule):
-    """Classify graphs by two convolutions of PyTorch Geometric."""
+    """Classify graphs by two convolutions of PyTorch Geometric, and attention between them."""
 
     def __init__(self):
         super().__init__()
-        self.convolutions = nn.ModuleList([GINConv(nn.Linear(3, 5)), SAGEConv(5, 2)])
+        self.convolutions = nn.ModuleList([GINConv(nn.Linear(3, 6)), SAGEConv(6, 2)])
+        self.block = GPSConv(6, None, heads=3)
         self.losses, self.fused = [], []
 
     def training_step(self, batch, batch_idx):
-        x = batch.x
-        for convolution in self.convolutions:
-            x = convolution(x, batch.edge_index)
+        first, second = self.convolutions
+        x = second(self.block(first(batch.x, batch.edge_index), None, batch.batch), batch.edge_index)
         loss = F.cross_entropy(global_add_pool(x, batch.batch), batch.y)
         self.losses.append(loss.item())
-        self.fused.append(["propagate" in vars(layer) for layer in self.convolutions])
+        in_convolutions = ["propagate" in vars(layer) for layer in self.convolutions]
+        self.fused.append([*in_convolutions, "forward" in vars(self.block)])
         return loss
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_messages_are_fused_for_the_run_alone():
+def test_messages_and_attention_of_graphs_are_replaced_for_the_run_alone(native):
     generator = torch.Generator().manual_seed(0)
     graphs = [
         Data(
@@ -461,7 +462,7 @@ def test_messages_are_fused_for_the_run_alone():
         for n in range(3, 11)
     ]
     modules = []
-    for settings in ({}, {"fused_messages": True}):
+    for settings in ({}, {"fused_messages": True, "attention": "native"}):
         torch.manual_seed(0)
         trainer = L.Trainer(
             max_epochs=2, accelerator="cpu", callbacks=[Speedups(**settings)], logger=False,
@@ -470,10 +471,10 @@ def test_messages_are_fused_for_the_run_alone():
         modules.append(Graphs())
         trainer.fit(modules[-1], GraphLoader(graphs, batch_size=4))
     plain, fused = modules
-    assert fused.fused == [[True, True]] * 4
-    assert plain.fused == [[False, False]] * 4
+    assert fused.fused == [[True, True, True]] * 4
+    assert plain.fused == [[False, False, False]] * 4
     assert fused.losses == pytest.approx(plain.losses, rel=1e-5)
-    assert not any("propagate" in vars(layer) for layer in fused.modules())
+    assert not any({"propagate", "forward"} & vars(layer).keys() for layer in fused.modules())
 
 
 def test_recurrent_layers_are_fused_for_the_run_alone():

@@ -68,7 +68,7 @@ class _RootedFeatures(torch.autograd.Function):
         out, saved = torch.ops.lightning_accel_native.rooted_triples.default(x, maps, weight, *_graph(triples))
         ctx.triples = triples
         ctx.save_for_backward(x, maps, weight, saved)
-        return out  # type: ignore[no-any-return]
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -90,8 +90,8 @@ def _gradients_of_formula(
     """Return the gradients of the three tensors, which can be differentiated again."""
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        given = [one if one is None else one.view_as(one).requires_grad_() for one in (x, maps, weight)]
-        out = _formula(given[0], given[1], given[2], triples)
-        learned = [one for one in given if one is not None]
-        found = iter(torch.autograd.grad(out, learned, grad, create_graph=create_graph))
-    return tuple(one if one is None else next(found) for one in given)
+        given = [x, maps] if weight is None else [x, maps, weight]
+        given = [one.view_as(one).requires_grad_() for one in given]  # whose gradients call no hooks of the others
+        out = _formula(given[0], given[1], None if weight is None else given[2], triples)
+        found = torch.autograd.grad(out, given, grad, create_graph=create_graph)
+    return found if weight is not None else (*found, None)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_accel._private.torch import is_transformed
 from lightning_accel.ops.float32 import at_least_float32
 
 
@@ -31,12 +32,15 @@ def csr_sum(rowptr: Tensor, col: Tensor, x: Tensor, transposed_rowptr: Tensor, t
     tensor([[2.],
             [5.]])
     """
+    x = at_least_float32(x)
+    if is_transformed(x):
+        return csr_sum_reference(rowptr, col, x)
     call = torch.ops.lightning_accel.csr_sum if torch.compiler.is_compiling() else _CSRSum.apply
-    return call(rowptr, col, at_least_float32(x), transposed_rowptr, transposed_col)
+    return call(rowptr, col, x, transposed_rowptr, transposed_col)
 
 
 def csr_sum_reference(rowptr: Tensor, col: Tensor, x: Tensor, values: Tensor | None = None) -> Tensor:
-    """Compute :func:`csr_sum` by a (K, R) tensor and autograd, as the reference for its tests."""
+    """Compute :func:`csr_sum` by a (K, R) tensor and autograd: in transforms, and as the reference for its tests."""
     count = rowptr.diff()
     row = torch.repeat_interleave(torch.arange(len(count), device=col.device), count, output_size=len(col))
     rows = x.index_select(0, col)

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_accel._private.torch import is_transformed
 from lightning_accel.ops.float32 import at_least_float32
-from lightning_accel.ops.triples.csr import bag_sum
+from lightning_accel.ops.triples.csr import bag_sum, csr_sum_reference
 
 # Bytes of one factor for a block of edges. On CPU per thread, so that several blocks fit into cache; elsewhere enough
 # to fill the device.
@@ -40,6 +41,8 @@ def triangle_product(
     if y is not None:
         dtype = torch.promote_types(x.dtype, y.dtype)
         x, y = x.to(dtype), y.to(dtype)
+    if is_transformed(x) or (y is not None and is_transformed(y)):
+        return _product_by_rows(x, y, edge, third_rowptr, third)
     call = torch.ops.lightning_accel.triangle_product if torch.compiler.is_compiling() else _TriangleProduct.apply
     return call(x, y, edge, triangle_edge, third_rowptr, third)
 
@@ -65,6 +68,14 @@ def _product(
             factor = torch.index_select(x, 0, other, out=buffer[: last - first])
             out.index_add_(0, this, factor.mul_(partial))
     return out.div_(2) if y is None else out
+
+
+def _product_by_rows(x: Tensor, y: Tensor | None, edge: Tensor, third_rowptr: Tensor, third: Tensor) -> Tensor:
+    """Compute :func:`triangle_product` by tensors (E, R), which can be transformed and differentiated forwards."""
+    partial = csr_sum_reference(third_rowptr, third, x if y is None else y)
+    u, v = edge
+    out = torch.zeros_like(x).index_add(0, u, x[v] * partial).index_add(0, v, x[u] * partial)
+    return out / 2 if y is None else out
 
 
 def _block_size(x: Tensor) -> int:
