@@ -1,4 +1,4 @@
-"""Levels of trees. Shapes: N nodes of all trees, R roots, n nodes of a level."""
+"""Levels of trees. Shapes: N nodes of all trees, R roots."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ class TreeLevels(NamedTuple):
 
     order: Tensor  # (N,) int64, the nodes by level, deepest first
     sizes: list[int]  # number of nodes of each level
-    parents: tuple[Tensor, ...]  # per level except the roots, (n,) int64: position of each parent within the next level
+    parents: Tensor  # (N - R,) int64, in this order: position of each node's parent within the next level
     roots: Tensor  # (R,) int64, ascending
 
 
@@ -44,9 +44,9 @@ def plan_levels(parent: Tensor) -> TreeLevels:
             "Join several trees by join_parents"
         )
     if runs_kernel(parent):
-        order, sizes, parents = torch.ops.lightning_accel_native.tree_levels.default(parent)
-        if len(order) == len(parent):  # otherwise, a node leads to no root
-            return _split(order, sizes, parents)
+        levels = TreeLevels(*torch.ops.lightning_accel_native.tree_levels.default(parent))
+        if len(levels.order) == len(parent):  # otherwise, a node leads to no root
+            return levels
     depth = _depths(parent)
     order = depth.argsort(descending=True, stable=True)
     sizes = depth.bincount().flip(0).tolist()
@@ -55,11 +55,7 @@ def plan_levels(parent: Tensor) -> TreeLevels:
     first = order.new_tensor([0, *sizes]).cumsum(0)  # position of each level in ``order``
     inner = order[: len(order) - (sizes[-1] if sizes else 0)]
     level = len(sizes) - 1 - depth[inner]
-    return _split(order, sizes, position[parent[inner]] - first[level + 1])
-
-
-def _split(order: Tensor, sizes: list[int], parents: Tensor) -> TreeLevels:
-    return TreeLevels(order, sizes, parents.split(sizes[:-1]) if sizes else (), order[len(parents) :])
+    return TreeLevels(order, sizes, position[parent[inner]] - first[level + 1], order[len(inner) :])
 
 
 def _depths(parent: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def tree_steps(cell: str, gates: Tensor, weight: Tensor, levels: TreeLevels) -> 
     Raises:
         RuntimeError: if shapes disagree.
 
-    >>> levels = TreeLevels(torch.tensor([1, 0]), [1, 1], (torch.tensor([0]),), torch.tensor([0]))
+    >>> levels = TreeLevels(torch.tensor([1, 0]), [1, 1], torch.tensor([0]), torch.tensor([0]))
     >>> tree_steps("gru", torch.ones(2, 3), torch.zeros(3, 1), levels)[0].flatten()
     tensor([0.3546, 0.2048])
     """
@@ -68,8 +68,9 @@ def run_levels(
         The states of all nodes (N, H), and of the roots (R, H), in the order of the nodes.
     """
     step = _lstm if cell == "lstm" else _gru
+    parents = levels.parents.split(levels.sizes[:-1]) if levels.sizes else ()
     states, below = [], None
-    for level_gates, slots in zip(gates.split(levels.sizes), (None, *levels.parents), strict=False):
+    for level_gates, slots in zip(gates.split(levels.sizes), (None, *parents), strict=False):
         below = step(level_gates, below, slots, of_child)
         states.append(below[0])
     if not states:
@@ -126,7 +127,7 @@ class _Tree(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, cell: str, gates: Tensor, weight: Tensor, levels: TreeLevels) -> tuple[Tensor, Tensor]:
         run = torch.ops.lightning_accel_native.tree_steps.default
-        states, roots, *kept = run(gates, weight.contiguous(), levels.order, levels.sizes, levels.parents)
+        states, roots, *kept = run(gates, weight, levels.order, levels.sizes, levels.parents)
         ctx.save_for_backward(gates, weight, *kept)
         ctx.cell, ctx.levels = cell, levels
         ctx.set_materialize_grads(False)
@@ -134,15 +135,13 @@ class _Tree(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        gates, weight, h, values, extra = ctx.saved_tensors
-        levels, wanted = ctx.levels, ctx.needs_input_grad[1:]
+        gates, weight, *kept = ctx.saved_tensors
+        levels = ctx.levels
         if torch.is_grad_enabled() or any(is_batched(one) for one in gradients if one is not None):
             formula = partial(_run_formula, ctx.cell, levels=levels)
-            return None, *gradients_of_formula(formula, (gates, weight), wanted, gradients)
+            return None, *gradients_of_formula(formula, (gates, weight), ctx.needs_input_grad[1:], gradients)
         run = torch.ops.lightning_accel_native.tree_steps_backward.default
-        kept = values, extra, weight.contiguous()
-        d_gates, d_products = run(*gradients, *kept, levels.order, levels.sizes, levels.parents)
-        return None, d_gates, d_products.t() @ h[: len(d_products)] if wanted[1] else None, None
+        return None, *run(*gradients, *kept, weight, levels.order, levels.sizes, levels.parents), None
 
 
 def _flops(gates: Sequence[int], weight: Sequence[int], order: Any, sizes: Any, *rest: Any, **options: Any) -> int:
@@ -150,10 +149,9 @@ def _flops(gates: Sequence[int], weight: Sequence[int], order: Any, sizes: Any, 
 
 
 def _flops_of_backward(
-    grad: Any, roots: Any, values: Any, extra: Any, weight: Any, order: Any, sizes: Any, *rest: Any, **options: Any
+    grad: Any, roots: Any, h: Any, values: Any, extra: Any, weight: Any, order: Any, sizes: Any, *rest: Any, **_: Any
 ) -> int:
-    """Count the operations for states alone: the product for the weight is counted on its own."""
-    return _flops(values, weight, order, sizes)
+    return 2 * _flops(values, weight, order, sizes)
 
 
 @KERNELS.on_load

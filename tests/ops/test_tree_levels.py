@@ -37,10 +37,10 @@ def test_levels_hold_nodes_of_one_distance_from_their_roots(name, execution):
     expected = [[node for node, steps in enumerate(distance) if steps == one] for one in sorted(set(distance))[::-1]]
     assert nodes == expected
     assert levels.roots.tolist() == [node for node, above in enumerate(parent) if above < 0]
-    assert len(levels.parents) == max(0, len(nodes) - 1)
-    for below, slots, above in zip(nodes, levels.parents, nodes[1:], strict=False):
-        assert [above[slot] for slot in slots.tolist()] == [parent[node] for node in below]
-    for one in (levels.order, levels.roots, *levels.parents):
+    slots = levels.parents.split(levels.sizes[:-1]) if parent else ()
+    for below, own, above in zip(nodes, slots, nodes[1:], strict=False):
+        assert [above[slot] for slot in own.tolist()] == [parent[node] for node in below]
+    for one in (levels.order, levels.roots, levels.parents):
         assert one.dtype == torch.int64
 
 

@@ -133,7 +133,7 @@ def test_operations_are_counted():
     [
         ({"gates": torch.zeros(12, 8)}, "gates must be"),
         ({"gates": torch.zeros(11, 9)}, "node for each row of gates"),
-        ({"parents": ()}, "levels must be those of one forest"),
+        ({"parents": torch.zeros(8, dtype=torch.int64)}, "levels must be those of one forest"),
         ({"sizes": [13, -1]}, "must be positive"),
     ],
 )
@@ -149,4 +149,4 @@ def test_nodes_that_are_not_there_are_refused():
     with pytest.raises(IndexError, match="order must lie"):
         tree_steps("gru", *arguments, levels._replace(order=levels.order + 1))
     with pytest.raises(IndexError, match="next level"):
-        tree_steps("gru", *arguments, levels._replace(parents=tuple(one + 5 for one in levels.parents)))
+        tree_steps("gru", *arguments, levels._replace(parents=levels.parents + 5))

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_accel._private.torch import has_call_hooks
+from lightning_accel._private.torch import has_call_hooks, own_parameters
 from lightning_accel.nn.features import require_floating, require_width
 from lightning_accel.ops.tree_levels import TreeLevels, plan_levels
 from lightning_accel.ops.tree_steps import has_tree_steps, run_levels, tree_steps
@@ -107,7 +107,7 @@ class TreeRNN(nn.Module):
                 f"x must be (N, I), here {(len(levels.order), self.input_size)}, a row for each parent; "
                 f"got {tuple(x.shape)}. Give inner nodes without features rows of zeros"
             )
-        require_floating(self, x, "x", self.of_input.parameters(recurse=False))
+        require_floating(self, x, "x", iter(own_parameters(self.of_input).values()))
         of_child = self.of_child
         is_plain = type(of_child) is nn.Linear and of_child.bias is None and not has_call_hooks(of_child)
         if is_plain and "forward" not in vars(of_child) and has_tree_steps(x, of_child.weight, levels):

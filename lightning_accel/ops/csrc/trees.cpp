@@ -44,20 +44,23 @@ struct Level {
 
 struct Levels {
   int64_t nodes, roots, longest = 0;  // longest: most nodes of a level that has a next one
-  const Tensor kept;
+  const Tensor kept, slots;
   const int64_t* order;
   std::vector<Level> all;
   std::vector<int64_t> parents;
 
-  Levels(const Tensor& order_, at::IntArrayRef sizes, at::TensorList slots, int64_t nodes)
-      : nodes(nodes), roots(sizes.empty() ? 0 : sizes.back()), kept(order_.contiguous()) {
+  Levels(const Tensor& order_, at::IntArrayRef sizes, const Tensor& slots_, int64_t nodes)
+      : nodes(nodes),
+        roots(sizes.empty() ? 0 : sizes.back()),
+        kept(order_.contiguous()),
+        slots(slots_.contiguous()) {
     int64_t total = 0;
     for (const int64_t size : sizes) {
       TORCH_CHECK(size > 0, "sizes of levels must be positive");
       total += size;
     }
     TORCH_CHECK(kept.scalar_type() == at::kLong && kept.dim() == 1 && kept.size(0) == nodes && total == nodes &&
-                    slots.size() + 1 == std::max<size_t>(1, sizes.size()),
+                    slots.scalar_type() == at::kLong && slots.dim() == 1 && slots.size(0) == nodes - roots,
                 "levels must be those of one forest, with a node for each row of gates (N, G * H)");
     order = kept.const_data_ptr<int64_t>();
     for (int64_t i = 0; i < nodes; ++i)
@@ -67,15 +70,10 @@ struct Levels {
     for (size_t level = 0; level < sizes.size(); ++level) {
       const int64_t children = begin - first;
       longest = std::max(longest, children);
-      if (level) {
-        const Tensor own = slots[level - 1].contiguous();
-        TORCH_CHECK(own.scalar_type() == at::kLong && own.dim() == 1 && own.size(0) == children,
-                    "parents must be int64, one for each node but the roots");
-        const int64_t* slot = own.const_data_ptr<int64_t>();
-        for (int64_t j = 0; j < children; ++j) {
-          TORCH_CHECK_INDEX(slot[j] >= 0 && slot[j] < sizes[level], "parents must lie in the next level");
-          parents.push_back(begin + slot[j]);
-        }
+      for (int64_t child = first; child < begin; ++child) {
+        const int64_t slot = slots.const_data_ptr<int64_t>()[child];
+        TORCH_CHECK_INDEX(slot >= 0 && slot < sizes[level], "parents must lie in the next level");
+        parents.push_back(begin + slot);
       }
       all.push_back({first, begin, begin + sizes[level], parents.data() + first});
       first = begin;
@@ -300,7 +298,7 @@ void check_rows(const Tensor& x, int64_t rows, int64_t columns, const Tensor& li
 // The states by node (N, H) and of the roots (R, H), and for the backward pass the states by level, values and extra.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tree_steps(const Tensor& gates_, const Tensor& weight,
                                                               const Tensor& order, at::IntArrayRef sizes,
-                                                              at::TensorList parents) {
+                                                              const Tensor& parents) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   check(gates_, weight);
   const Tensor gates = gates_.contiguous(), turned = weight.t();
@@ -331,15 +329,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tree_steps(const Tensor& gate
   return {out, last, h, values, extra};
 }
 
-// The gradients of gates, by node, and of the products of states and weights, by level, without rows for roots.
-std::tuple<Tensor, Tensor> tree_steps_backward(const Maybe& grad, const Maybe& grad_roots, const Tensor& values,
-                                               const Tensor& extra, const Tensor& weight, const Tensor& order,
-                                               at::IntArrayRef sizes, at::TensorList parents) {
+// The gradients of gates, by node, and of the weight.
+std::tuple<Tensor, Tensor> tree_steps_backward(const Maybe& grad, const Maybe& grad_roots, const Tensor& h,
+                                               const Tensor& values, const Tensor& extra, const Tensor& weight,
+                                               const Tensor& order, at::IntArrayRef sizes, const Tensor& parents) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   check(values, weight);
   const int64_t nodes = values.size(0), width = values.size(1), hidden = weight.size(1);
   const bool is_lstm = width == 4 * hidden;
   const Levels levels(order, sizes, parents, nodes);
+  check_rows(h, nodes, hidden, values);
   check_rows(values, nodes, width, values);
   check_rows(extra, nodes, (is_lstm ? 1 : 2) * hidden, values);
   const Tensor d_out = grad ? grad->contiguous() : Tensor(), d_last = grad_roots ? grad_roots->contiguous() : Tensor();
@@ -369,12 +368,12 @@ std::tuple<Tensor, Tensor> tree_steps_backward(const Maybe& grad, const Maybe& g
       at::addmm_out(below, below, d_products.narrow(0, level->first, children), weight);
     }
   });
-  return {d_gates, d_products};
+  return {d_gates, at::mm(d_products.t(), h.narrow(0, 0, nodes - levels.roots))};
 }
 
-// Nodes by distance from their roots, farthest first, how many there are at each, and for each node but the roots the
-// position of its parent among those of its level. Nodes that lead to no root are left out.
-std::tuple<Tensor, std::vector<int64_t>, Tensor> tree_levels(const Tensor& parent_) {
+// Nodes by distance from their roots, farthest first, how many there are at each, for each node but the roots the
+// position of its parent among those of its level, and the roots. Nodes that lead to no root are left out.
+std::tuple<Tensor, std::vector<int64_t>, Tensor, Tensor> tree_levels(const Tensor& parent_) {
   TORCH_CHECK(parent_.scalar_type() == at::kLong && parent_.dim() == 1, "parent must be (N,) int64");
   const Tensor parent_row = parent_.contiguous();
   const int64_t nodes = parent_row.size(0);
@@ -410,19 +409,19 @@ std::tuple<Tensor, std::vector<int64_t>, Tensor> tree_levels(const Tensor& paren
     if (depth[node] != kLost) to[position[node] = next[levels - 1 - depth[node]]++] = node;
   for (int64_t i = 0; i < total - roots; ++i)
     slot[i] = position[parent[to[i]]] - begin[levels - depth[to[i]]];
-  return {order, sizes, slots};
+  return {order, sizes, slots, order.narrow(0, total - roots, roots)};
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(lightning_accel_native, m) {
   m.def(
-      "tree_steps(Tensor gates, Tensor weight, Tensor order, int[] sizes, Tensor[] parents) -> (Tensor, Tensor, "
+      "tree_steps(Tensor gates, Tensor weight, Tensor order, int[] sizes, Tensor parents) -> (Tensor, Tensor, "
       "Tensor, Tensor, Tensor)");
   m.def(
-      "tree_steps_backward(Tensor? grad, Tensor? grad_roots, Tensor values, Tensor extra, Tensor weight, "
-      "Tensor order, int[] sizes, Tensor[] parents) -> (Tensor, Tensor)");
-  m.def("tree_levels(Tensor parent) -> (Tensor, int[], Tensor)");
+      "tree_steps_backward(Tensor? grad, Tensor? grad_roots, Tensor h, Tensor values, Tensor extra, Tensor weight, "
+      "Tensor order, int[] sizes, Tensor parents) -> (Tensor, Tensor)");
+  m.def("tree_levels(Tensor parent) -> (Tensor, int[], Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(lightning_accel_native, CPU, m) {
