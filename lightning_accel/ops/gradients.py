@@ -29,8 +29,6 @@ def gradients_of_formula(
     with torch.enable_grad(), torch.autocast("cpu", enabled=False):
         # aliases: what reaches one input through another is the affair of the nodes in between, as are hooks
         own = [None if one is None else one.view_as(one) for one in inputs]
-        if not create_graph:
-            own = [None if one is None else one.detach().requires_grad_() for one in own]
         outputs = formula(*own)
     used = [pair for pair in zip(outputs, gradients, strict=False) if pair[1] is not None and pair[0].requires_grad]
     wanted = [one for one, is_needed in zip(own, needed, strict=False) if is_needed and one is not None]
