@@ -8,7 +8,6 @@
 #include "exponential.h"
 
 #include <ATen/Dispatch.h>
-#include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/addmm.h>
@@ -16,6 +15,7 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/stable/ops.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -273,7 +273,8 @@ struct Cell<T, 3> {
 // Calls visit(first channel, channel behind the last) in threads that share the channels of some rows.
 template <typename F>
 void for_channels(int64_t hidden, int64_t rows, const F& visit) {
-  at::parallel_for(0, hidden, std::max(kLeast, kGrain / std::max<int64_t>(1, rows)), visit);
+  // not at::parallel_for, which has threads only in files compiled with OpenMP
+  torch::stable::parallel_for(0, hidden, std::max(kLeast, kGrain / std::max<int64_t>(1, rows)), visit);
 }
 
 template <typename T>
