@@ -217,6 +217,12 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> Non
     module._compiled_call_impl = call
 
 
+def has_call_hooks(module: nn.Module) -> bool:
+    """Return whether calls of ``module`` run more than its ``forward``: hooks, or :func:`compiled_call`."""
+    own = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+    return any(own) or bool(torch.nn.modules.module._has_any_global_hook()) or compiled_call(module) is not None
+
+
 def plain_call(module: nn.Module) -> Callable[..., Any]:
     """Return the call of ``module`` with its hooks, without :func:`compiled_call`, which ``__call__`` prefers."""
     return module._call_impl

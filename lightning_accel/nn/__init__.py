@@ -14,8 +14,9 @@ from lightning_accel.nn.moe.load import ExpertLoad, LoadStatistics, summarise_lo
 from lightning_accel.nn.moe.upcycling import MixtureMLP, replace_mlps_
 from lightning_accel.nn.recurrent.adaptive import AdaptiveComputation, AdaptiveOutput
 from lightning_accel.nn.recurrent.dynamic import DynamicRNN, RecurrentOutput
-from lightning_accel.nn.recurrent.tree import Forest, TreeLevels, TreeRNN, forest_from_nested, join_parents, plan_levels
+from lightning_accel.nn.recurrent.tree import Forest, TreeRNN, forest_from_nested, join_parents
 from lightning_accel.nn.transformer import BlockOutput, CausalSelfAttention, KeyValueCache, TransformerBlock
+from lightning_accel.ops.tree_levels import TreeLevels, plan_levels
 
 if TYPE_CHECKING:
     from lightning_accel.nn.relational.invariance import assert_permutation_invariant as assert_permutation_invariant

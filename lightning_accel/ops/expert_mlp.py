@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from lightning_accel._private.torch import is_batched, is_traced
+from lightning_accel._private.torch import is_batched
 from lightning_accel.ops.extras import planned_capability, runs_triton
 from lightning_accel.ops.few_tokens import count_flops, experts_of_few_tokens, has_few_slots
 from lightning_accel.ops.grouped_linear import (
@@ -27,7 +27,7 @@ from lightning_accel.ops.grouped_linear import (
     needs_formula,
 )
 from lightning_accel.ops.grouped_products import gather_rows, multiply_rows, sort_by_source, sum_rows
-from lightning_accel.ops.native import KERNELS
+from lightning_accel.ops.native import KERNELS, runs_kernel
 
 Activation: TypeAlias = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
 Backend: TypeAlias = Literal["auto", "blocks", "dense", "grouped_mm", "loop", "triton"]
@@ -195,7 +195,7 @@ def choose_backend(up_weight: Tensor, down_weight: Tensor, num_slots: int) -> Ba
         return choose_grouped_backend(up_weight, down_weight)
     if torch.compiler.is_compiling():  # a loop would break the graph, a choice would put a guard on the number of slots
         return "blocks"
-    if _has_kernel(up_weight, down_weight) or num_slots >= _FEW_SLOTS * len(up_weight):
+    if runs_kernel(up_weight, down_weight) or num_slots >= _FEW_SLOTS * len(up_weight):
         return "blocks"
     is_large = (up_weight.nbytes + down_weight.nbytes) // len(up_weight) >= _SMALL_EXPERT_BYTES
     learns = torch.is_grad_enabled() and (up_weight.requires_grad or down_weight.requires_grad)
@@ -249,7 +249,7 @@ def _blocks(
     The last two tensors have extra rows at the end: the padding of a block extends into the rows of the next block,
     which overwrites it before it is read. Without ``keep`` they hold the rows of a single block.
     """
-    if _has_kernel(tokens, up_weight, down_weight, *biases):
+    if runs_kernel(tokens, up_weight, down_weight, *biases):
         run = torch.ops.lightning_accel_native.expert_blocks.default
         slots = token_of_slot, weight_of_slot, counts
         options = _NAMES.index(activation), keep, _block_rows(tokens.dtype)
@@ -295,7 +295,7 @@ def _blocks_backward(
     """Return the gradients of tokens (N, D), weights of slots (S,), and the experts' weights and biases."""
     d_up_weight, d_down_weight = _empty_like(up_weight), _empty_like(down_weight)
     d_biases = [torch.zeros_like(bias) for bias in biases]
-    if _has_kernel(grad, tokens, up_weight, down_weight):
+    if runs_kernel(grad, tokens, up_weight, down_weight):
         run = torch.ops.lightning_accel_native.expert_blocks_backward.default
         slots = token_of_slot, weight_of_slot, counts
         options = _NAMES.index(activation), _block_rows(tokens.dtype), _PANEL
@@ -347,11 +347,6 @@ def _activate_backward(d_h: Tensor, before: Tensor, h: Tensor, d_up: Tensor, act
         torch.mul(d_h, activated, out=d_up[:, hidden_dim:])
         d_h.mul_(factor)
     act.derivative(d_h, first, d_up[:, :hidden_dim])
-
-
-def _has_kernel(*tensors: Tensor) -> bool:
-    is_plain = {*map(type, tensors)} <= {Tensor, torch.nn.Parameter} and all(one.is_cpu for one in tensors)
-    return is_plain and not is_traced() and KERNELS.serves(tensors[0].device)
 
 
 def _add_products(d_layer: "_Layers", x: Tensor, h: Tensor, d_up: Tensor, d_y: Tensor, is_first: bool) -> None:

@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_accel._private.torch import is_traced
 from lightning_accel.ops.native_build import BuildError, cached_library, cpu_target, cuda_target, library_path
 from lightning_accel.ops.renames import renamed_arguments
 
@@ -186,6 +187,7 @@ def _load_error(error: Exception) -> str:
 _REGISTERED: set[str] = set()
 _OWNERS: dict[str, str] = {}  # libraries by namespace
 _LOADED: dict[tuple[str, str], Path] = {}  # by name and target
+_PLAIN = {Tensor, nn.Parameter}
 KERNELS = NativeLibrary("lightning_accel_native", Path(__file__).with_name("csrc"))
 
 
@@ -201,6 +203,12 @@ def check_one_device(**tensors: Tensor | None) -> None:
     if len(set(devices.values())) > 1:
         found = ", ".join(f"{name} on {device}" for name, device in devices.items())
         raise ValueError(f"tensors must be on one device; got {found}. Call .to(device)")
+
+
+def runs_kernel(*tensors: Tensor) -> bool:
+    """Return whether kernels for the CPU serve ``tensors``: plain ones, in a call that nothing traces."""
+    is_plain = {*map(type, tensors)} <= _PLAIN and all(one.is_cpu for one in tensors)
+    return is_plain and not is_traced() and KERNELS.serves(tensors[0].device)
 
 
 def missing_kernel() -> str:

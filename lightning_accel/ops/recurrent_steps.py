@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from lightning_accel._private.torch import is_batched, is_traced, multiplies_bfloat16
-from lightning_accel.ops.native import KERNELS
+from lightning_accel._private.torch import is_batched, multiplies_bfloat16
+from lightning_accel.ops.gradients import gradients_of_formula
+from lightning_accel.ops.native import KERNELS, runs_kernel
 
 Weights = Sequence[Tensor | None]
 _CELLS: dict[str, Any] = {"rnn": torch.rnn_tanh_cell, "gru": torch.gru_cell, "lstm": torch.lstm_cell}
-_PLAIN = {Tensor, nn.Parameter}
 _FEW_SAMPLES = 4  # up to which a product with weights where they are is faster than torch's
 
 
@@ -91,11 +91,7 @@ def has_fused_steps(cell: str, *tensors: Tensor) -> bool:
 
     All of ``tensors`` have the device and dtype of the first.
     """
-    if cell not in ("gru", "lstm") or is_traced():
-        return False
-    first = tensors[0]
-    is_plain = first.dtype == torch.float32 and first.is_cpu and set(map(type, tensors)) <= _PLAIN
-    return is_plain and KERNELS.serves(first.device)
+    return cell in ("gru", "lstm") and tensors[0].dtype == torch.float32 and runs_kernel(*tensors)
 
 
 class _Layer(torch.autograd.Function):
@@ -179,15 +175,10 @@ def _weight_gradient(d_gates: Tensor, x: Tensor) -> Tensor:
 
 
 def _differentiable_gradients(ctx: Any, gradients: Any) -> tuple[Tensor | None, ...]:
-    """Compute gradients by running torch's cells again under autograd, which records them."""
+    """Compute gradients by running torch's cells again."""
     *saved, batch_sizes, _, _, _ = ctx.saved_tensors
-    create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # aliases: what reaches one input through another is the affair of the nodes in between, as are hooks
-        inputs: list[Any] = [None if one is None else one.view_as(one) for one in saved]
-        if not create_graph:
-            inputs = [None if one is None else one.detach().requires_grad_() for one in inputs]
-        x, h, c, *weights = inputs
+
+    def run(x: Tensor, h: Tensor, c: Tensor | None, *weights: Any) -> list[Tensor]:
         parts: dict[int, Tensor] = {}
         states: tuple[Tensor, ...] = (h,) if c is None else (h, c)
         for size, at in _steps(batch_sizes, ctx.reverse):
@@ -195,10 +186,9 @@ def _differentiable_gradients(ctx: Any, gradients: Any) -> tuple[Tensor | None, 
             new = (torch.gru_cell(x[at], *some, *weights),) if c is None else torch.lstm_cell(x[at], some, *weights)
             states = tuple(torch.cat([one, state[size:]]) for one, state in zip(new, states, strict=True))
             parts[at.start] = new[0]
-        outputs = [torch.cat([parts[start] for start in sorted(parts)]), *states]
-    wanted = [one for one, needed in zip(inputs, ctx.needs_input_grad, strict=False) if needed]
-    found = iter(torch.autograd.grad(outputs, wanted, gradients[: len(outputs)], create_graph=create_graph))
-    return tuple(next(found) if needed else None for needed in ctx.needs_input_grad)
+        return [torch.cat([parts[start] for start in sorted(parts)]), *states]
+
+    return gradients_of_formula(run, saved, ctx.needs_input_grad, gradients)
 
 
 def _enter(

@@ -1,4 +1,4 @@
-// exp of numbers up to 0, and sigmoids, in float32, inline, so that loops over it are vectorised.
+// exp of numbers up to 0, sigmoid and tanh, in float32, inline, so that loops over it are vectorised.
 
 #pragma once
 
@@ -32,6 +32,18 @@ inline float exp_of_negative(float x) {
 inline float sigmoid(float x) {
   const float small = exp_of_negative(-std::fabs(x)), big = 1.0f / (1.0f + small);
   return x >= 0 ? big : small * big;
+}
+
+// Cephes' tanhf (Moshier 1989): a polynomial where the quotient would lose digits.
+inline float tanh(float x) {
+  const float size = std::fabs(x), z = x * x;
+  const float small = exp_of_negative(-2.0f * size);
+  float p = -5.70498872745e-3f;
+  p = p * z + 2.06390887954e-2f;
+  p = p * z - 5.37397155531e-2f;
+  p = p * z + 1.33314422036e-1f;
+  p = p * z - 3.33332819422e-1f;
+  return size < 0.625f ? p * z * x + x : std::copysign((1.0f - small) / (1.0f + small), x);
 }
 
 }  // namespace lightning_accel

@@ -25,9 +25,9 @@
 namespace {
 
 using lightning_accel::dot;
-using lightning_accel::exp_of_negative;
 using lightning_accel::sigmoid;
 using lightning_accel::kSums;
+using lightning_accel::tanh;
 using lightning_accel::Vector;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
@@ -36,18 +36,6 @@ using Maybe = std::optional<Tensor>;
 constexpr int kLanes = lightning_accel::kWidth;
 constexpr int kBack = 4;              // vectors of a panel in the backward pass
 constexpr int64_t kGrain = 1 << 20;  // multiplications that are worth a thread
-
-// Cephes' tanhf (Moshier 1989): a polynomial where the quotient would lose digits.
-inline float tanh(float x) {
-  const float size = std::fabs(x), z = x * x;
-  const float small = exp_of_negative(-2.0f * size);
-  float p = -5.70498872745e-3f;
-  p = p * z + 2.06390887954e-2f;
-  p = p * z - 5.37397155531e-2f;
-  p = p * z + 1.33314422036e-1f;
-  p = p * z - 3.33332819422e-1f;
-  return size < 0.625f ? p * z * x + x : std::copysign((1.0f - small) / (1.0f + small), x);
-}
 
 // sums (kRows, kVectors * kLanes) = x (kRows, depth), rows `stride` apart, times panel (depth, kVectors * kLanes).
 template <int kVectors, int kRows>
