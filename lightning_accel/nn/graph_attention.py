@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.nn import GPSConv
 
+from lightning_accel._private.torch import has_call_hooks
 from lightning_accel.ops.segment_attention import segment_attention, serves_segments
-
-_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 
 def replace_gps_(module: nn.Module) -> list[GPSConv]:
@@ -68,7 +67,7 @@ def _serves(layer: GPSConv, x: Tensor) -> bool:
         and attention.bias_k is None
         and not attention.add_zero_attn
         and not (attention.training and attention.dropout)
-        and not any(getattr(attention, name) for name in _HOOKS)
+        and not has_call_hooks(attention)
         and {type(attention.in_proj_weight), type(attention.out_proj.weight)} <= {Tensor, nn.Parameter}
         and serves_segments(x)
     )

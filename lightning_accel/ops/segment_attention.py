@@ -4,19 +4,20 @@ Shapes: N rows, B segments, H heads of queries, G heads of keys and values (H is
 """
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import register_flop_formula
 
-from lightning_accel._private.torch import is_batched, is_traced, is_transformed
-from lightning_accel.ops.native import KERNELS, check_one_device
+from lightning_accel._private.torch import is_batched, is_transformed
+from lightning_accel.ops.gradients import gradients_of_formula
+from lightning_accel.ops.native import KERNELS, check_one_device, runs_kernel
 
 _DTYPES = (torch.float32, torch.bfloat16)
-_PLAIN = {Tensor, nn.Parameter}
 
 
 def segment_attention(query: Tensor, key: Tensor, value: Tensor, begins: Tensor, causal: bool = False) -> Tensor:
@@ -53,9 +54,8 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, begins: Tensor,
 def serves_segments(*tensors: Tensor) -> bool:
     """Return whether the kernel of :func:`segment_attention` computes with these ``tensors``."""
     first = tensors[0]
-    if is_traced() or not all(type(one) in _PLAIN and one.is_cpu and one.dtype == first.dtype for one in tensors):
-        return False
-    return first.dtype in _DTYPES and first.numel() > 0 and KERNELS.serves(first.device)
+    is_alike = first.dtype in _DTYPES and all(one.dtype == first.dtype for one in tensors)
+    return is_alike and first.numel() > 0 and runs_kernel(*tensors)
 
 
 def _by_head(x: Tensor) -> Tensor:
@@ -98,22 +98,16 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     *inputs, begins, out, statistics = ctx.saved_tensors
     if torch.is_grad_enabled() or is_batched(grad):
-        gradients = _gradients_of_padded(inputs, begins, ctx.options[0], grad)
-    else:
-        grad = grad if grad.stride(3) == 1 else grad.contiguous()
-        run = torch.ops.lightning_accel_native.segment_attention_backward.default
-        gradients = run(grad, *inputs, begins, out, statistics, *ctx.options)
-    return *gradients, None, None, None
+        return gradients_of_formula(partial(_formula, begins, ctx.options[0]), inputs, ctx.needs_input_grad, [grad])
+    grad = grad if grad.stride(3) == 1 else grad.contiguous()
+    run = torch.ops.lightning_accel_native.segment_attention_backward.default
+    return *run(grad, *inputs, begins, out, statistics, *ctx.options), None, None, None
 
 
-def _gradients_of_padded(inputs: list[Tensor], begins: Tensor, causal: bool, grad: Tensor) -> tuple[Tensor, ...]:
-    """Return the gradients of queries, keys and values, which can be differentiated again."""
-    create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        inputs = [one.view_as(one).requires_grad_() for one in inputs]  # whose gradients call no hooks of the others
-        query, key, value = (one[0].transpose(0, 1) for one in inputs)
-        out = _attend_padded(query, key, value, begins, causal).transpose(0, 1).unsqueeze(0)
-    return torch.autograd.grad(out, inputs, grad, create_graph=create_graph)
+def _formula(begins: Tensor, causal: bool, *by_head: Tensor) -> list[Tensor]:
+    """Compute the operation, whose tensors are (1, H, N, D), by padding."""
+    query, key, value = (one[0].transpose(0, 1) for one in by_head)
+    return [_attend_padded(query, key, value, begins, causal).transpose(0, 1).unsqueeze(0)]
 
 
 def _fake(

@@ -1,5 +1,6 @@
 import fcntl
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -479,3 +480,9 @@ def test_cuda_sources_compile(source, tmp_path):
     includes = [f"-isystem={path}" for path in include_paths()]
     flags = ["-std=c++20", "-O3", "-DUSE_CUDA", "-arch=sm_90", "-Xcompiler=-fPIC,-Wall", "-Werror=all-warnings"]
     subprocess.run(["nvcc", "-c", *flags, *includes, source, "-o", tmp_path / "kernel.o"], check=True)
+
+
+def test_no_kernel_loops_in_threads_of_openmp_which_its_build_has_not():
+    """Sources are compiled without OpenMP, where ``at::parallel_for`` is a loop of one thread, without a warning."""
+    for path in KERNELS.folder.glob("*.cpp"):
+        assert not re.search(r"(?<!unlike )(?<!not )at::parallel_for", path.read_text()), path

@@ -3,17 +3,18 @@
 Shapes: N nodes, E edges, F features, R channels.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_accel._private.torch import is_batched, is_traced
+from lightning_accel._private.torch import is_batched
 from lightning_accel.nn.relational.sums import in_float64, rooted_sums, weighted_neighbour_sum
-from lightning_accel.ops.native import KERNELS
+from lightning_accel.ops.gradients import gradients_of_formula
+from lightning_accel.ops.native import runs_kernel
 from lightning_accel.ops.triples.find import Triples
 
-_PLAIN = {Tensor, nn.Parameter}
 _DTYPES = (torch.float32, torch.float64)
 
 
@@ -45,10 +46,8 @@ def rooted_features(x: Tensor, maps: Tensor, weight: Tensor | None, triples: Tri
 
 
 def _serves(tensors: list[Tensor]) -> bool:
-    first = tensors[0]
-    if is_traced() or not all(type(one) in _PLAIN and one.is_cpu and one.dtype == first.dtype for one in tensors):
-        return False
-    return first.dtype in _DTYPES and KERNELS.serves(first.device)
+    dtype = tensors[0].dtype
+    return dtype in _DTYPES and all(one.dtype == dtype for one in tensors) and runs_kernel(*tensors)
 
 
 def _formula(x: Tensor, maps: Tensor, weight: Tensor | None, triples: Triples) -> Tensor:
@@ -74,7 +73,10 @@ class _RootedFeatures(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, maps, weight, saved = ctx.saved_tensors
         if torch.is_grad_enabled() or is_batched(grad):
-            return *_gradients_of_formula(x, maps, weight, ctx.triples, grad), None
+            formula = partial(_formula, triples=ctx.triples)
+            return gradients_of_formula(
+                lambda *given: [formula(*given)], (x, maps, weight), ctx.needs_input_grad, [grad]
+            )
         run = torch.ops.lightning_accel_native.rooted_triples_backward.default
         d_x, d_maps, d_weight = run(grad.contiguous(), x, maps, weight, saved, *_graph(ctx.triples))
         return d_x, d_maps, None if weight is None else d_weight, None
@@ -82,16 +84,3 @@ class _RootedFeatures(torch.autograd.Function):
 
 def _graph(triples: Triples) -> tuple[Tensor, ...]:
     return triples.rowptr, triples.col, triples.edge_of, triples.edge, triples.triangle, triples.side
-
-
-def _gradients_of_formula(
-    x: Tensor, maps: Tensor, weight: Tensor | None, triples: Triples, grad: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the three tensors, which can be differentiated again."""
-    create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        given = [x, maps] if weight is None else [x, maps, weight]
-        given = [one.view_as(one).requires_grad_() for one in given]  # whose gradients call no hooks of the others
-        out = _formula(given[0], given[1], None if weight is None else given[2], triples)
-        found = torch.autograd.grad(out, given, grad, create_graph=create_graph)
-    return found if weight is not None else (*found, None)

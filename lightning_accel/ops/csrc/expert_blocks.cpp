@@ -4,7 +4,6 @@
 
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
-#include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/addmm.h>
@@ -19,6 +18,7 @@
 #include <ATen/ops/threshold_backward.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/stable/ops.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -97,15 +97,17 @@ struct Slots {
   int64_t count(int64_t expert) const { return counts.const_data_ptr<int64_t>()[expert]; }
 };
 
+// How many rows (or columns) of `size` numbers are worth a thread. torch::stable::parallel_for has threads without
+// OpenMP, unlike at::parallel_for.
+int64_t grain_of(int64_t size) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, size)); }
+
 void gather_rows(const Tensor& from, const int64_t* row, int64_t num, const Tensor& to) {
   const int64_t bytes = from.size(1) * from.element_size();
   const char* const source = static_cast<const char*>(from.const_data_ptr());
   char* const target = static_cast<char*>(to.mutable_data_ptr());
-  at::parallel_for(0, num, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, from.size(1))),
-                   [&](int64_t first, int64_t last) {
-                     for (int64_t i = first; i < last; ++i)
-                       std::memcpy(target + i * bytes, source + row[i] * bytes, bytes);
-                   });
+  torch::stable::parallel_for(0, num, grain_of(from.size(1)), [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) std::memcpy(target + i * bytes, source + row[i] * bytes, bytes);
+  });
 }
 
 // Adds rows of x, each times its factor or 1, to rows of out in its wider dtype. Threads take columns: rows may repeat.
@@ -113,7 +115,7 @@ template <typename T>
 void add_rows(const T* x, const int64_t* row, const at::opmath_type<T>* factor, int64_t num, int64_t width,
               at::opmath_type<T>* out) {
   using Wide = at::opmath_type<T>;
-  at::parallel_for(0, width, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, num)), [&](int64_t first, int64_t last) {
+  torch::stable::parallel_for(0, width, grain_of(num), [&](int64_t first, int64_t last) {
     for (int64_t i = 0; i < num; ++i) {
       const Wide scale = factor ? factor[i] : Wide(1);
       for (int64_t j = first; j < last; ++j) out[row[i] * width + j] += scale * static_cast<Wide>(x[i * width + j]);
@@ -127,7 +129,7 @@ void weigh_rows(T* grad, const T* visited, const at::opmath_type<T>* weight, int
                 at::opmath_type<T>* d_weight) {
   using Wide = at::opmath_type<T>;
   constexpr int64_t kSums = 16;  // so that sums over features are vectors
-  at::parallel_for(0, num, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, width)), [&](int64_t first, int64_t last) {
+  torch::stable::parallel_for(0, num, grain_of(width), [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
       T* const own = grad + i * width;
       const T* const out = visited + i * width;
