@@ -92,6 +92,7 @@ def shortened(name: str) -> dict[str, Any]:
         trainer["max_epochs"] = 3
     if name == "rbm_bars":
         config["model"]["init_args"]["stages"][0]["epochs"] = 2
+        config["model"]["init_args"]["minibatch_size"] = 16
         config["data"]["init_args"].update(copies=20, batch_size=200)
     if name == "rnn_adding":
         config["data"]["init_args"]["generated"] = {"num_sequences": 300, "length": 20}

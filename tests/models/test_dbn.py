@@ -438,16 +438,18 @@ def test_a_classifier_is_not_trained_without_a_class_to_validate_it():
     assert not changed(before, snapshot(one))
 
 
-def test_rates_fall_to_zero_within_each_stage():
+@pytest.mark.parametrize("decay", ["linear", "quadratic"])
+def test_rates_fall_to_zero_within_each_stage(decay):
     rates = []
+    stages = [Stage(epochs=2, lr=0.5, lr_decay=decay, num_chains=6), TWO_STAGES[1]]
 
     class Rates(L.Callback):
         def on_train_batch_end(self, trainer, *_):
             rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
-    fit(model(finetune="classifier", finetune_lr=0.2), batch_size=11, callbacks=[Rates()])
-    expected = [0.5, 0.375, 0.25, 0.125, 0.3, 0.15, 0.2, 0.15, 0.1, 0.05]
-    assert rates == pytest.approx(expected)
+    fit(model(stages=stages, finetune="classifier", finetune_lr=0.2), batch_size=11, callbacks=[Rates()])
+    first = {"linear": [0.5, 0.375, 0.25, 0.125], "quadratic": [0.5, 0.28125, 0.125, 0.03125]}
+    assert rates == pytest.approx([*first[decay], 0.3, 0.15, 0.2, 0.15, 0.1, 0.05])
 
 
 def test_one_rbm_in_the_trainer_equals_a_loop():
@@ -736,7 +738,7 @@ def test_fine_tuning_checks_its_numbers(options, message):
     [
         ({"epochs": 0}, "at least 1 epoch"),
         ({"lr": 0}, "above 0"),
-        ({"lr_decay": "cosine"}, "'linear' or 'none'"),
+        ({"lr_decay": "cosine"}, "'linear', 'quadratic' or 'none'"),
         ({"steps": 0}, "steps"),
         ({"preset": "both"}, "'density' or 'features'; got 'both'"),
         ({"inputs": "states"}, "'samples' or 'means'; got 'states'"),
@@ -815,7 +817,7 @@ def test_it_trains_and_resumes_on_a_gpu(precision, finetune, run_folder):
 
 
 def test_divergence_is_told():
-    one = model(stages=[Stage(epochs=3, lr=1e38, lr_decay="none", num_chains=6)])
+    one = model(stages=[Stage(epochs=3, lr=3e38, lr_decay="none", num_chains=6)])
     with pytest.raises(ValueError, match=r"rbm 1 has diverged: its energy_gap is .*Lower its learning rate"):
         fit(one)
 

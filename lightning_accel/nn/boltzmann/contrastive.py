@@ -10,7 +10,7 @@ from torch.autograd.function import Function
 from torch.optim import SGD, Optimizer
 
 from lightning_accel.nn.boltzmann.rbm import RBM
-from lightning_accel.nn.boltzmann.sgd import BernoulliSGD, needs_autograd, supported_sgd
+from lightning_accel.nn.boltzmann.sgd import BernoulliContrast, BernoulliSGD, is_plain, needs_autograd, supported_sgd
 from lightning_accel.nn.boltzmann.units import BernoulliVisible
 from lightning_accel.ops.float32 import without_autocast
 from lightning_accel.ops.gibbs import draw_bernoulli, sample_bernoulli
@@ -73,6 +73,19 @@ class _Contrast(NamedTuple):
             return by_weight, by_visible, by_hidden, by_variance
 
 
+class _Found(NamedTuple):
+    """Hold the gap and its gradient, already computed, for Bernoulli units."""
+
+    value: Tensor  # ()
+    by_parameters: tuple[Tensor, Tensor, Tensor]  # weight, visible bias, hidden bias
+
+    def gap(self) -> Tensor:
+        return self.value
+
+    def gradients(self, scale: Tensor) -> tuple[Tensor | None, ...]:
+        return *(scale * one for one in self.by_parameters), None
+
+
 class ContrastiveDivergence:
     """Estimate the gradient of the log-likelihood of an RBM, with samples drawn from the model by Gibbs sampling.
 
@@ -126,10 +139,15 @@ class ContrastiveDivergence:
         self.hidden_offset: Tensor | None = None  # (H,)
         self._generator: Generator | None = None
         self._last_gap: Tensor | None = None
+        self._work: BernoulliContrast | None = None  # buffers of the last call
 
     def __call__(self, rbm: RBM, visible: Tensor) -> Tensor:
         """Draw samples; return the gap between the mean energies of data (B, V) and samples, (), with its gradient."""
-        return self._contrast(rbm, visible).gap_with_gradient()
+        if visible.device.type != "cpu" or _autocast_dtype(visible.device) or not is_plain(rbm):
+            return self._contrast(rbm, visible).gap_with_gradient()
+        with torch.no_grad():
+            found = self._differentiate_at_once(rbm, visible)
+        return _EnergyGap.apply(rbm.weight, rbm.visible_bias, rbm.hidden_bias, None, found)
 
     @torch.no_grad()
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's compiler does not take its updates of views
@@ -226,7 +244,26 @@ class ContrastiveDivergence:
         self.chains = None if chains is None else work.chains
         return gaps
 
-    def _differentiate(self, work: BernoulliSGD, rows: Tensor, noise: list[Tensor]) -> Tensor:
+    def _differentiate_at_once(self, rbm: RBM, rows: Tensor) -> "_Found":
+        """Compute gap and gradient in few calls of torch; update chains and offsets."""
+        chains = self._start_chains(rbm).to(rbm.weight) if self.sampler == "pcd" else None
+        rows = rows.to(rbm.weight.dtype)
+        work = self._work
+        if work is None or not work.begin(rbm, rows, chains, self.steps):
+            self._work = work = BernoulliContrast(rbm, len(rows), chains, self.steps)
+        (noise,) = work.noise(1, self.generator(rbm.weight.device))
+        gap = self._differentiate(work, rows, noise)
+        self.chains = None if chains is None else work.chains
+        return _Found(gap, work.gradients)
+
+    def _start_chains(self, rbm: RBM) -> Tensor:
+        """Return the persistent chains (C, H), drawn from independent units at first."""
+        if self.chains is None:
+            size = -(-self.num_chains // _world_size())
+            self.chains = sample_bernoulli(rbm.hidden_bias.expand(size, -1), self.generator(rbm.weight.device))
+        return self.chains
+
+    def _differentiate(self, work: BernoulliContrast, rows: Tensor, noise: list[Tensor]) -> Tensor:
         """Compute the gradient in ``work``; return the gap."""
         self._update_means(*work.phases(rows, noise))
         gap = work.differentiate()
@@ -249,9 +286,7 @@ class ContrastiveDivergence:
         """Draw the next samples of the model; the sampler ``cd`` starts at the ``positive`` phase of the data."""
         generator = self.generator(rbm.weight.device)
         persistent = self.sampler == "pcd"
-        if persistent and self.chains is None:  # draw from independent units
-            self.chains = sample_bernoulli(rbm.hidden_bias.expand(-(-self.num_chains // _world_size()), -1), generator)
-        hidden = self.chains if persistent else None
+        hidden = self._start_chains(rbm) if persistent else None
         negative = positive
         for _ in range(self.steps):
             hidden = draw_bernoulli(negative.hidden, generator) if hidden is None else hidden
@@ -358,7 +393,7 @@ class _EnergyGap(Function):
         visible_bias: Tensor,
         hidden_bias: Tensor,
         log_variance: Tensor | None,
-        contrast: _Contrast,
+        contrast: "_Contrast | _Found",
     ) -> Tensor:
         ctx.contrast = contrast
         return contrast.gap()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 
 from lightning_accel.nn.boltzmann.units import enumerate_bits
-from lightning_accel.ops.float32 import without_autocast
+from lightning_accel.ops.float32 import at_least_float32, without_autocast
 from lightning_accel.ops.gibbs import sample_bernoulli
 
 if TYPE_CHECKING:
@@ -77,18 +77,24 @@ def annealed_log_z(
     num_chains: int,
     num_temperatures: int,
     base_mean: Tensor | None,
+    reverse_from: Tensor | None,
     generator: Generator | None,
 ) -> LogZ:
     """Estimate log Z by annealing from independent units to the model, or in ``reverse``; see :meth:`RBM.log_z`.
 
-    Samples of the model are the end states of forward annealing, resampled by their weights, after the same number of
-    further Gibbs steps.
+    Samples of the model are drawn from ``reverse_from``, or else are the end states of forward annealing, resampled by
+    their weights; both take as many Gibbs steps as there are temperatures before they are annealed.
     """
     path = _AnnealingPath(rbm, num_chains, num_temperatures, base_mean, generator)
-    log_weight, visible = path.ascend()
     if not reverse:
-        return _summarise(log_weight, path.log_base)
-    drawn = (log_weight - log_weight.max()).exp().multinomial(num_chains, replacement=True, generator=generator)
+        return _summarise(path.ascend()[0], path.log_base)
+    if reverse_from is None:
+        log_weight, visible = path.ascend()
+        drawn = (log_weight - log_weight.max()).exp().multinomial(num_chains, replacement=True, generator=generator)
+    else:
+        rbm.require_support(reverse_from, all_rows=False)
+        visible = at_least_float32(reverse_from.to(rbm.weight))
+        drawn = torch.randint(len(visible), (num_chains,), generator=generator, device=visible.device)
     log_z = _summarise(path.descend(visible[drawn]), -path.log_base)
     return LogZ(-log_z.estimate, -log_z.upper, -log_z.lower, log_z.effective_sample_size)
 

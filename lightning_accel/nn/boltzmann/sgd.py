@@ -1,4 +1,4 @@
-"""In-place SGD updates of a Bernoulli RBM in few calls of torch, whose overhead dominates for small models.
+"""Gradients and in-place SGD updates of a Bernoulli RBM in few calls of torch, whose overhead dominates if it is small.
 
 Shapes: B batch size, C chains, V visible units, H hidden units.
 """
@@ -49,33 +49,31 @@ def _has_own_step(optimizer: Optimizer) -> bool:
     )
 
 
-class BernoulliSGD:
-    """Update a Bernoulli RBM by SGD in place, with weights, gradients and momentum each in one flat tensor.
+def is_plain(rbm: RBM) -> bool:
+    """Return whether :class:`BernoulliContrast` can compute the gradient of an RBM."""
+    return (
+        type(rbm.visible_units) is BernoulliVisible
+        and rbm.weight.dtype in (torch.float32, torch.float64)
+        and all(type(one) is nn.Parameter for one in _parameters_of(rbm))
+        and not torch.compiler.is_compiling()
+    )
+
+
+class BernoulliContrast:
+    """Draw samples of a Bernoulli RBM and compute its gradient, with weights and gradient each in one flat tensor.
 
     Args:
-        rbm: an RBM with Bernoulli units.
-        optimizer: optimizer that :func:`supported_sgd` returned; with momentum, after its first step.
+        rbm: an RBM for which :func:`is_plain` is true, whose weights are copied.
         batch_size: B of every mini-batch.
         chains: (C, H), hidden states of persistent chains; None to start from the data, as ``cd`` does.
         steps: Gibbs steps for each gradient.
     """
 
-    def __init__(self, rbm: RBM, optimizer: SGD, batch_size: int, chains: Tensor | None, steps: int) -> None:
-        self._parameters = parameters = _parameters_of(rbm)
-        groups = [_param_group(optimizer, one) for one in parameters]
-        self._values, values = _flatten([one.detach() for one in parameters])
-        self._gradient, gradients = _flatten([torch.empty_like(one) for one in values])
+    def __init__(self, rbm: RBM, batch_size: int, chains: Tensor | None, steps: int) -> None:
+        self._values, values = _flatten([one.detach() for one in _parameters_of(rbm)])
         self._weight, self._visible_bias, self._hidden_bias = values
-        self._by_weight, self._by_visible, self._by_hidden = gradients
+        self.new_gradient()
         self._weight_t = self._weight.T  # creating a view takes as long as a small product
-        buffers = [optimizer.state.get(one, {}).get("momentum_buffer") for one in parameters]
-        whole, momentum = _flatten(
-            [torch.zeros_like(one) if buffer is None else buffer for one, buffer in zip(values, buffers, strict=True)]
-        )
-        self._rules = list(zip(values, gradients, momentum, groups, strict=True))
-        if all(group[name] == groups[0][name] for group in groups for name in ("lr", "momentum", "weight_decay")):
-            self._rules = [(self._values, self._gradient, whole, groups[0])]
-        self._copies = [*zip(parameters, values, strict=True), *zip(buffers, momentum, strict=True)]
         self._persistent, self._steps = chains is not None, steps
         self.chains = rbm.weight.new_empty(0) if chains is None else chains.clone()
         self.allocate(batch_size)
@@ -93,6 +91,31 @@ class BernoulliSGD:
         self._share = new(rows, 1).fill_(1 / len(self.chains))
         self._share[:batch_size] = -1 / batch_size
         self._shares = self._share.flatten()
+
+    def new_gradient(self) -> None:
+        """Allocate another gradient, so that the last one is not overwritten."""
+        self._gradient = torch.empty_like(self._values)
+        parts = _parts_like([self._weight, self._visible_bias, self._hidden_bias], self._gradient)
+        self._by_weight, self._by_visible, self._by_hidden = parts
+
+    def begin(self, rbm: RBM, rows: Tensor, chains: Tensor | None, steps: int) -> bool:
+        """Copy weights and chains for another gradient; return False if the buffers do not fit them or the data."""
+        mine = self.chains if self._persistent else None
+        now, before = (rbm.weight, rows, chains), (self._weight, self._data, mine)
+        if steps != self._steps or not all(_alike(*pair) for pair in zip(now, before, strict=True)):
+            return False
+        if self._values.is_inference() and not torch.is_inference_mode_enabled():  # cannot be changed in place
+            return False
+        torch.cat([one.detach().flatten() for one in _parameters_of(rbm)], out=self._values)
+        if chains is not None and chains is not self.chains:
+            self.chains.copy_(chains)
+        self.new_gradient()
+        return True
+
+    @property
+    def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradient of weight (H, V), visible bias and hidden bias."""
+        return self._by_weight, self._by_visible, self._by_hidden
 
     def noise(self, count: int, generator: Generator) -> Iterator[list[Tensor]]:
         """Yield the uniform random numbers of ``count`` mini-batches, drawn for many mini-batches at a time."""
@@ -140,6 +163,32 @@ class BernoulliSGD:
         self._by_visible.addmv_(self._by_weight.T, hidden_offset, alpha=-1)
         self._by_hidden.addmv_(self._by_weight, visible_offset, alpha=-1)
 
+
+class BernoulliSGD(BernoulliContrast):
+    """Update a Bernoulli RBM by SGD in place, with momentum in one flat tensor, too.
+
+    Args:
+        rbm: an RBM with Bernoulli units.
+        optimizer: optimizer that :func:`supported_sgd` returned; with momentum, after its first step.
+        batch_size: B of every mini-batch.
+        chains: (C, H), hidden states of persistent chains; None to start from the data, as ``cd`` does.
+        steps: Gibbs steps for each gradient.
+    """
+
+    def __init__(self, rbm: RBM, optimizer: SGD, batch_size: int, chains: Tensor | None, steps: int) -> None:
+        super().__init__(rbm, batch_size, chains, steps)
+        self._parameters = parameters = _parameters_of(rbm)
+        groups = [_param_group(optimizer, one) for one in parameters]
+        values = [self._weight, self._visible_bias, self._hidden_bias]
+        buffers = [optimizer.state.get(one, {}).get("momentum_buffer") for one in parameters]
+        whole, momentum = _flatten(
+            [torch.zeros_like(one) if buffer is None else buffer for one, buffer in zip(values, buffers, strict=True)]
+        )
+        self._rules = list(zip(values, self.gradients, momentum, groups, strict=True))
+        if all(group[name] == groups[0][name] for group in groups for name in ("lr", "momentum", "weight_decay")):
+            self._rules = [(self._values, self._gradient, whole, groups[0])]
+        self._copies = [*zip(parameters, values, strict=True), *zip(buffers, momentum, strict=True)]
+
     def update_(self) -> None:
         """Update weights and momentum as ``optimizer.step`` does."""
         for value, gradient, momentum, group in self._rules:
@@ -154,13 +203,19 @@ class BernoulliSGD:
         for target, source in self._copies:
             if target is not None:
                 target.copy_(source)
-        gradients = self._by_weight, self._by_visible, self._by_hidden
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+        for parameter, gradient in zip(self._parameters, self.gradients, strict=True):
             parameter.grad = gradient
 
 
 def _parameters_of(rbm: RBM) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
     return rbm.weight, rbm.visible_bias, rbm.hidden_bias
+
+
+def _alike(one: Tensor | None, other: Tensor | None) -> bool:
+    """Return whether both are tensors of one shape and dtype on one device, or neither is a tensor."""
+    if one is None or other is None:
+        return one is other
+    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
 
 
 def _param_group(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
@@ -171,5 +226,10 @@ def _param_group(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
 def _flatten(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Return a flat copy of ``tensors``, (sum of sizes,), and views of it in their shapes."""
     whole = torch.cat([one.flatten() for one in tensors])
+    return whole, _parts_like(tensors, whole)
+
+
+def _parts_like(tensors: list[Tensor], whole: Tensor) -> list[Tensor]:
+    """Return views of ``whole`` in the shapes of ``tensors``."""
     parts = whole.split([one.numel() for one in tensors])
-    return whole, [part.view_as(one) for part, one in zip(parts, tensors, strict=True)]
+    return [part.view_as(one) for part, one in zip(parts, tensors, strict=True)]

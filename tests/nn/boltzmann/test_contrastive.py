@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_accel.nn import RBM, ContrastiveDivergence
+from lightning_accel.nn.boltzmann import contrastive
 from lightning_accel.nn.boltzmann import sgd as contrastive_sgd
 from tests.ranks import run_ranks
 
@@ -139,6 +140,33 @@ def test_offsets_follow_the_data():
     third = rows_for(rbm, 17)
     training(rbm, third)
     torch.testing.assert_close(training.visible_offset, third.mean(dim=0))
+
+
+@pytest.mark.parametrize("sampler", ["cd", "pcd"])
+def test_calls_reuse_buffers_only_where_they_fit(sampler, monkeypatch):
+    """Every call gives what the general path gives, which allocates all anew."""
+    rbms = [make_rbm(), make_rbm()]
+    rows = [rows_for(rbms[0], size) for size in (7, 7, 7, 5, 5, 5, 7)]
+    found = []
+    for general in (False, True):
+        if general:
+            monkeypatch.setattr(contrastive, "is_plain", lambda rbm: False)
+        training = ContrastiveDivergence(sampler, num_chains=5, centering=30)
+        gaps = []
+        for number, batch in enumerate(rows):
+            if number == 4:
+                training.steps = 2
+            if number == 2:
+                training.load_state_dict(training.state_dict() | {"chains": torch.ones(5, 4)}, torch.device("cpu"))
+            with torch.inference_mode(number == 0):
+                gap = training(rbms[number % 2], batch)
+            if number:
+                gaps.append(gap)
+        sum(gaps).backward()  # of all calls, when buffers have changed
+        found.append([gaps, training.state_dict(), [gradients_of(rbm) for rbm in rbms]])
+        for rbm in rbms:
+            rbm.zero_grad()
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("kind", ["accumulated", "scaled", "retained", "twice"])

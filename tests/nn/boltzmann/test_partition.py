@@ -138,6 +138,43 @@ def test_a_base_that_resembles_the_data_helps():
     assert rbm.log_z(**options, base_mean=mean, generator=generator()).effective_sample_size > 1.5 * without
 
 
+def make_far_modes() -> tuple[RBM, Tensor]:
+    """Two states that hold nearly all probability, as likely as each other and far apart, and an RBM of them."""
+    states = (torch.arange(8) % 2).double().expand(2, -1).clone()
+    states[1] = 1 - states[0]
+    signs = 2 * states - 1
+    rbm = RBM(8, 2).double()
+    with torch.no_grad():
+        rbm.weight.copy_(6 * signs)
+        rbm.visible_bias.zero_()
+        rbm.hidden_bias.fill_(-10)
+    return rbm, states
+
+
+def test_reverse_annealing_from_rows_shows_a_mode_that_annealing_upwards_missed():
+    rbm, states = make_far_modes()
+    exact = rbm.log_z("exact").estimate
+    options = {"num_chains": 100, "num_temperatures": 300, "base_mean": 0.98 * states[0] + 0.01}
+    forward = rbm.log_z(**options, generator=generator())
+    own, of_data = (
+        rbm.log_z("reverse_ais", **options, reverse_from=rows, generator=generator()) for rows in (None, states)
+    )
+    assert forward.upper < exact - 0.6  # half of the states are missing, log 2
+    assert own.upper < exact - 0.6
+    assert of_data.upper >= exact
+    assert of_data.estimate == pytest.approx(exact, abs=0.2)
+    missed = rbm.log_z("reverse_ais", **options, reverse_from=states[1:], generator=generator())
+    assert missed.estimate > exact + 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reverse_annealing_from_samples_agrees_with_enumeration(kind):
+    rbm = make_rbm(6, 5, **KINDS[kind]).float()
+    options = {"num_chains": 300, "num_temperatures": 200, "generator": generator()}
+    found = rbm.log_z("reverse_ais", **options, reverse_from=rbm.sample(50, 200, generator=generator()).double())
+    assert found.lower <= rbm.log_z("exact").estimate <= found.upper
+
+
 def test_annealing_under_autocast_is_that_of_float32():
     rbm = make_rbm(20, 15).float()
     options = {"num_chains": 20, "num_temperatures": 30}
@@ -156,6 +193,8 @@ def test_annealing_under_autocast_is_that_of_float32():
         ({"num_temperatures": 1}, "num_temperatures=1"),
         ({"base_mean": torch.full((9,), 1.5)}, r"values in \[0, 1\]"),
         ({"base_mean": torch.zeros(8)}, r"takes rows \(B, 9\); got \(1, 8\)"),
+        ({"reverse_from": torch.zeros(2, 9)}, "goes with method='reverse_ais'; got method='ais'"),
+        ({"method": "reverse_ais", "reverse_from": torch.zeros(2, 8)}, r"takes rows \(B, 9\); got \(2, 8\)"),
     ],
 )
 def test_annealing_refuses(arguments, message):
