@@ -18,24 +18,20 @@ The baseline is GPS as PyTorch Geometric's example has it: GPSConv with a GINECo
 """
 
 import argparse
-import json
-import math
 import random
 import statistics
 import sys
-import time
-import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-import torch_geometric
+from graph_training import Split, compare
 from rdkit import Chem, RDLogger
 from rdkit.Chem import Crippen, RDConfig
 from torch import Tensor, nn
-from torch_geometric.data import Batch, Data
+from torch_geometric.data import Data
 from torch_geometric.nn import GINEConv, GPSConv, global_add_pool
 from torch_geometric.transforms import AddRandomWalkPE
 
@@ -51,17 +47,8 @@ FRAGMENTS = [
     "CCl", "S(=O)(=O)C", "C=C", "CC(C)C", "N", "O",
 ]  # fmt: skip
 BONDS = [Chem.BondType.SINGLE, Chem.BondType.DOUBLE, Chem.BondType.TRIPLE, Chem.BondType.AROMATIC]
-WIDTH, HEADS, STEPS, LAYERS, BATCH = 64, 4, 16, 4, 64
-RATES = (1e-3, 3e-3)
+WIDTH, HEADS, STEPS, LAYERS = 64, 4, 16, 4
 BASELINE = "GPS of PyG"
-
-
-class Molecules(NamedTuple):
-    train: list[Data]
-    val: list[Data]
-    test: list[Data]
-    num_atoms: int  # kinds of nodes
-    std: float  # of the targets
 
 
 def make_molecule(draw: random.Random) -> Chem.Mol:
@@ -88,7 +75,8 @@ def target_of(molecule: Chem.Mol) -> float:
     return float(Crippen.MolLogP(molecule) - sascorer.calculateScore(molecule) - max(0, largest - 6))
 
 
-def make_molecules(number: int, seed: int = 0) -> Molecules:
+def make_molecules(number: int, seed: int = 0) -> Split:
+    """Return molecules whose targets are standardised."""
     draw, found, kinds = random.Random(seed), {}, {}
     while len(found) < number:
         molecule = make_molecule(draw)
@@ -108,7 +96,7 @@ def make_molecules(number: int, seed: int = 0) -> Molecules:
     for graph in graphs:
         graph.x = F.one_hot(graph.x, len(kinds)).float()
         graph.y = (graph.y - y.mean()) / y.std()
-    return Molecules(graphs[: stops[0]], graphs[stops[0] : stops[1]], graphs[stops[1] :], len(kinds), float(y.std()))
+    return Split(graphs[: stops[0]], graphs[stops[0] : stops[1]], graphs[stops[1] :])
 
 
 class GPS(nn.Module):
@@ -149,53 +137,13 @@ class Ours(nn.Module):
         return self.model(x, batch.edge_index, batch.edge_attr, batch.batch, size, triangles)[:, 0]
 
 
-SUBJECTS: dict[str, Callable[[int], nn.Module]] = {
+SUBJECTS: dict[str, Callable[[int], nn.Module]] = {  # of the number of kinds of atoms
     BASELINE: GPS,
     "RO3Conv and attention": lambda atoms: Ours(atoms, "RO3Conv", HEADS),
     "GINEConv and attention": lambda atoms: Ours(atoms, "GINEConv", HEADS),
     "RO3Conv": lambda atoms: Ours(atoms, "RO3Conv", 0),
     "GINEConv": lambda atoms: Ours(atoms, "GINEConv", 0),
 }
-
-
-class Trained(NamedTuple):
-    val: float  # mean absolute errors in standard deviations
-    test: float
-    epochs: float
-
-
-def train(make: Callable[[int], nn.Module], data: Molecules, rate: float, seed: int, seconds: float) -> Trained:
-    torch.manual_seed(seed)
-    model = make(data.num_atoms).train()
-    optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=1e-5)
-    begin, used, batches = time.process_time(), 0.0, list[Batch]()
-    steps = 0
-    while used < seconds:
-        if not batches:
-            start = time.process_time()  # collation is in nobody's time
-            order = torch.randperm(len(data.train)).tolist()
-            rows = [order[i : i + BATCH] for i in range(0, len(order), BATCH)]
-            batches = [Batch.from_data_list([data.train[i] for i in part]) for part in rows]
-            begin += time.process_time() - start
-        batch = batches.pop()
-        share = used / seconds
-        factor = share / 0.1 if share < 0.1 else 0.5 + 0.5 * math.cos(math.pi * (share - 0.1) / 0.9)
-        optimizer.param_groups[0]["lr"] = rate * max(factor, 1e-2)
-        loss = F.l1_loss(model(batch), batch.y)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        steps += 1
-        used = time.process_time() - begin
-    errors = [evaluate(model.eval(), part) for part in (data.val, data.test)]
-    return Trained(*errors, steps * BATCH / len(data.train))
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, graphs: list[Data]) -> float:
-    batches = [Batch.from_data_list(graphs[i : i + 256]) for i in range(0, len(graphs), 256)]
-    return float(torch.cat([(model(batch) - batch.y).abs() for batch in batches]).mean())
 
 
 def main() -> None:
@@ -209,41 +157,13 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.seconds, arguments.seeds, arguments.molecules = 3, 2, 500
-    torch.set_num_threads(1)
     RDLogger.DisableLog("rdApp.*")
-    warnings.filterwarnings("ignore", module="torch_geometric")
     data = make_molecules(arguments.molecules)
-    sizes = [graph.num_nodes or 0 for graph in data.train]
-    print(f"torch {torch.__version__}, torch_geometric {torch_geometric.__version__}, cpu, 1 thread")
-    print(f"{arguments.molecules} molecules of {statistics.mean(sizes):.1f} atoms, standard deviation {data.std:.2f}")
-    rates = {
-        name: min(RATES, key=lambda rate: train(SUBJECTS[name], data, rate, 100, arguments.seconds).val)
-        for name in arguments.subjects
-    }
-    found: dict[str, list[Trained]] = {name: [] for name in arguments.subjects}
-    for seed in range(arguments.seeds):
-        for name, values in found.items():
-            values.append(train(SUBJECTS[name], data, rates[name], seed, arguments.seconds))
-        print(f"  seed {seed}: {', '.join(f'{n} {v[-1].test:.4f}' for n, v in found.items())}", flush=True)
-    rows = []
-    print("\n| model | learning rate | epochs | test MAE | less that of GPS |\n| --- | ---: | ---: | ---: | ---: |")
-    base = [value.test for value in found.get(BASELINE, [])]
-    for name, values in found.items():
-        errors = [value.test for value in values]
-        less = [error - other for error, other in zip(errors, base, strict=True)] if base else []
-        shown = "" if name == BASELINE or not less else f"{statistics.mean(less):+.4f} +- {standard_error(less):.4f}"
-        mean, epochs = statistics.mean(errors), statistics.mean(value.epochs for value in values)
-        print(f"| {name} | {rates[name]:g} | {epochs:.1f} | {mean:.4f} +- {standard_error(errors):.4f} | {shown} |")
-        rows.append({
-            "case": "molecules", "subject": name, "metric": "test MAE", "value": mean, "unit": "standard deviations",
-            "baseline": BASELINE, "ratio": mean / statistics.mean(base) if base else None,
-        })  # fmt: skip
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1))
-
-
-def standard_error(values: list[float]) -> float:
-    return statistics.stdev(values) / len(values) ** 0.5
+    atoms = [graph.num_nodes or 0 for graph in data.train]
+    print(f"{arguments.molecules} molecules of {statistics.mean(atoms):.1f} atoms")
+    kinds = data.train[0].num_node_features
+    subjects = {name: partial(SUBJECTS[name], kinds) for name in arguments.subjects}
+    compare("molecules", subjects, BASELINE, data, arguments.seeds, arguments.seconds, arguments.json)
 
 
 if __name__ == "__main__":

@@ -152,8 +152,10 @@ def test_rooted_sums_equal_triples_one_by_one(options):
             return torch.stack([torch.stack(row).sum(0) for row in rows])
 
         joined = torch.cat([total(terms[name]) for name in ("tclw" if options else "tcl")], dim=1)
-        hidden = conv.joined(torch.cat([x + total(neighbours), b, joined], dim=1))
-        torch.testing.assert_close(conv(x, edge_index, attr), conv.out(hidden.relu()), atol=1e-10, rtol=1e-10)
+        compressed = torch.cat([joined[:, :9].asinh(), joined[:, 9:]], dim=1)
+        for conv.compress_sums, sums in ((False, joined), (True, compressed)):
+            hidden = conv.joined(torch.cat([x + total(neighbours), b, sums], dim=1))
+            torch.testing.assert_close(conv(x, edge_index, attr), conv.out(hidden.relu()), atol=1e-10, rtol=1e-10)
 
 
 def test_pooling_the_rooted_sums_gives_the_pooled_ones():
