@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import register_flop_formula
 
-from lightning_accel._private.torch import is_batched, is_transformed
+from lightning_accel._private.torch import is_transformed
 from lightning_accel.ops.gradients import gradients_of_formula
 from lightning_accel.ops.native import KERNELS, check_one_device, runs_kernel
 
@@ -48,7 +48,7 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, begins: Tensor,
     of_heads = [_by_head(one) for one in (query, key, value)]
     run = torch.ops.lightning_accel_native.segment_attention.default
     out: Tensor = run(*of_heads, begins.contiguous(), causal, query.shape[2] ** -0.5)[0]
-    return out[0].transpose(0, 1)
+    return out.squeeze(0).transpose(0, 1)
 
 
 def serves_segments(*tensors: Tensor) -> bool:
@@ -97,7 +97,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     *inputs, begins, out, statistics = ctx.saved_tensors
-    if torch.is_grad_enabled() or is_batched(grad):
+    if torch.is_grad_enabled():
         return gradients_of_formula(partial(_formula, begins, ctx.options[0]), inputs, ctx.needs_input_grad, [grad])
     grad = grad if grad.stride(3) == 1 else grad.contiguous()
     run = torch.ops.lightning_accel_native.segment_attention_backward.default

@@ -19,6 +19,7 @@ def inputs(dtype=torch.float32, lengths=LENGTHS, heads=(6, 3, 3), widths=(20, 20
     begins = torch.tensor([0, *lengths]).cumsum(0)
     shapes = [(number, sum(lengths), width) for number, width in zip(heads, widths, strict=True)]
     drawn = [torch.randn(shape, generator=random).to(dtype).transpose(0, 1) for shape in shapes]
+    drawn[0] = drawn[0].permute(2, 0, 1).contiguous().permute(1, 2, 0)  # not even its features
     return [one.requires_grad_() for one in drawn], begins
 
 
