@@ -143,7 +143,8 @@ class ContrastiveDivergence:
 
     def __call__(self, rbm: RBM, visible: Tensor) -> Tensor:
         """Draw samples; return the gap between the mean energies of data (B, V) and samples, (), with its gradient."""
-        if visible.device.type != "cpu" or _autocast_dtype(visible.device) or not is_plain(rbm):
+        is_served = visible.device.type == "cpu" and not _autocast_dtype(visible.device) and is_plain(rbm)
+        if not is_served or type(self) is not ContrastiveDivergence or visible.shape[1:] != rbm.weight.shape[1:]:
             return self._contrast(rbm, visible).gap_with_gradient()
         with torch.no_grad():
             found = self._differentiate_at_once(rbm, visible)
