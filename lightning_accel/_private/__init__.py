@@ -50,7 +50,7 @@ REPLACED = {
     "compress/quantization/fake_quant.py": {"forward": "hooks cannot replace a weight, and wrappers would rename it"},
     "compress/uncompiled.py": {"__call__": "Module.compile cannot be undone"},
     "nn/deferred_weights.py": {"forward": "hooks see weights when they are computed, and a new class loses the place"},
-    "nn/graph_attention.py": ("forward",),
+    "nn/graph_attention.py": {"forward": "a block keeps its class, its place and its hooks"},
     "nn/message_passing.py": {"propagate": "hooks see messages when they are computed, and cannot stand in for them"},
     "nn/recurrent/fused.py": {"forward": "another layer would lose its hooks and its place, a class its methods"},
     "planning/simulation.py": {"setup_optimizers": "no hook comes between the move of a module and its optimizers"},
