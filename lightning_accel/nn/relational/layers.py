@@ -180,8 +180,8 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
     Args:
         in_channels: F; -1 to infer it from the first input.
         out_channels: number of features of the output, and of the hidden layer.
-        rank: R. At degree 8 and 1e4 nodes, rank 16 takes 1.3 times as long as a GINConv with 64 channels, and 2.1 times
-            with many triangles; rank 32 takes 2.1 and 3.2 times as long.
+        rank: R. On a CPU, at degree 8 and 1e4 nodes, rank 16 takes 1.3 times as long as a GINConv with 64 channels, and
+            1.8 times with many triangles; rank 32 takes 2.0 and 3.0 times as long.
         edge_dim: number of features of a floating ``edge_attr``.
         num_relations: number of edge types of an int64 ``edge_attr``.
         compress_sums: take the sums over triples by their inverse hyperbolic sine, which grows as a logarithm. The

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_accel._private.torch import is_batched
-from lightning_accel.nn.relational.sums import in_float64, rooted_sums, weighted_neighbour_sum
+from lightning_accel.nn.relational.sums import nearly_cancels, rooted_sums, weighted_neighbour_sum
 from lightning_accel.ops.gradients import gradients_of_formula
 from lightning_accel.ops.native import runs_kernel
 from lightning_accel.ops.triples.find import Triples
@@ -37,11 +37,8 @@ def rooted_features(x: Tensor, maps: Tensor, weight: Tensor | None, triples: Tri
     given = [x, maps] if weight is None else [x, maps, weight]
     if not _serves(given):
         return _formula(x, maps, weight, triples)
-    wide = in_float64(maps, triples)
-    if wide.dtype != maps.dtype:
-        weight = None if weight is None else weight.to(wide.dtype)
-        return rooted_features(x.to(wide.dtype), wide, weight, triples).to(maps.dtype)
-    out: Tensor = _RootedFeatures.apply(x.contiguous(), maps.contiguous(), weight, triples)
+    wide = maps.dtype == torch.float32 and nearly_cancels(triples)
+    out: Tensor = _RootedFeatures.apply(x.contiguous(), maps.contiguous(), weight, wide, triples)
     return out
 
 
@@ -62,10 +59,10 @@ class _RootedFeatures(torch.autograd.Function):
     """Compute :func:`rooted_features` by the kernel."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, maps: Tensor, weight: Tensor | None, triples: Triples) -> Tensor:
+    def forward(ctx: Any, x: Tensor, maps: Tensor, weight: Tensor | None, wide: bool, triples: Triples) -> Tensor:
         weight = None if weight is None else weight.contiguous()
-        out, saved = torch.ops.lightning_accel_native.rooted_triples.default(x, maps, weight, *_graph(triples))
-        ctx.triples = triples
+        out, saved = torch.ops.lightning_accel_native.rooted_triples.default(x, maps, weight, wide, *_graph(triples))
+        ctx.wide, ctx.triples = wide, triples
         ctx.save_for_backward(x, maps, weight, saved)
         return out
 
@@ -78,8 +75,8 @@ class _RootedFeatures(torch.autograd.Function):
                 lambda *given: [formula(*given)], (x, maps, weight), ctx.needs_input_grad, [grad]
             )
         run = torch.ops.lightning_accel_native.rooted_triples_backward.default
-        d_x, d_maps, d_weight = run(grad.contiguous(), x, maps, weight, saved, *_graph(ctx.triples))
-        return d_x, d_maps, None if weight is None else d_weight, None
+        d_x, d_maps, d_weight = run(grad.contiguous(), x, maps, weight, ctx.wide, saved, *_graph(ctx.triples))
+        return d_x, d_maps, None if weight is None else d_weight, None, None
 
 
 def _graph(triples: Triples) -> tuple[Tensor, ...]:

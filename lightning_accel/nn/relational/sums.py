@@ -63,7 +63,6 @@ def count_subsets(triples: Triples, graphs: Graphs) -> SubsetCounts:
 def in_float64(value: Tensor, triples: Triples) -> Tensor:
     """Cast ``value`` to float64 if differences of sums over all paths and over paths in triangles need it.
 
-    They do if at some node half of the pairs of neighbours are joined, or if rounding errors of many neighbours add up.
     This is checked only on CPU; a GPU would have to wait for the result, and a compiled program must not depend on the
     data, so both always use float64.
     """
@@ -71,9 +70,17 @@ def in_float64(value: Tensor, triples: Triples) -> Tensor:
         return value  # MPS does not support float64
     if not triples.rowptr.is_cpu or torch.compiler.is_compiling():
         return value.double()
+    return value.double() if nearly_cancels(triples) else value
+
+
+def nearly_cancels(triples: Triples) -> bool:
+    """Return whether differences of sums over all paths and over those in triangles need float64.
+
+    They do if at some node half of the pairs of neighbours are joined, or if rounding errors of many neighbours add up.
+    """
     degree = triples.rowptr.diff()
     dense = (4 * triples.num_triangles >= degree * (degree - 1)) & (degree >= _FEW_NEIGHBOURS)
-    return value.double() if bool(dense.any()) or bool((degree > _MANY_NEIGHBOURS).any()) else value
+    return bool(dense.any()) or bool((degree > _MANY_NEIGHBOURS).any())
 
 
 def sum_triangles(a: Tensor, weight: Tensor | None, triples: Triples, graphs: Graphs) -> Tensor:

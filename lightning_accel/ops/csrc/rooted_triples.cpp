@@ -3,6 +3,7 @@
 //
 // Each node gathers from its neighbours and triangles, so that no sum is shared by threads, and results do not depend on
 // their number. Nothing is stored per neighbour or triangle but where the triangles of a node, and of an edge, are.
+// Matrices of `T` may be summed in a wider `Sum`, where sums over all paths and over those in triangles nearly cancel.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -123,22 +124,29 @@ inline void load_ahead(const Graph& graph, int64_t entry, Matrix<T> rows, int64_
   for (int64_t i = 0; i < columns; i += kLine) __builtin_prefetch(row + i);
 }
 
+template <typename T, typename Sum>
+void round_to(const Sum* from, int64_t n, T* to) {
+  for (int64_t i = 0; i < n; ++i) to[i] = static_cast<T>(from[i]);
+}
+
 template <typename T>
 void add(const T* from, int64_t n, T* to) {
   for (int64_t i = 0; i < n; ++i) to[i] += from[i];
 }
 
-template <typename T, bool kWeighted>
+template <typename T, typename Sum, bool kWeighted>
 void sum(const Graph& graph, int64_t features, int64_t rank, Matrix<const T> x, Matrix<const T> maps,
-         Weights<T, kWeighted> weight, Matrix<T> out, Matrix<T> saved, Matrix<T> steps) {
+         Weights<T, kWeighted> weight, Matrix<T> out, Matrix<Sum> saved, Matrix<Sum> steps) {
   const Parts parts(features, rank, kWeighted);
   const Lists corners(graph.triangle, 3 * graph.triangles, graph.nodes);
   torch::stable::parallel_for(0, graph.nodes, kGrain, [&](int64_t from, int64_t until) {
-    std::vector<T> sums(6 * rank);
-    T *around = sums.data(), *squares = around + rank, *around_c = squares + rank, *triangle = around_c + rank,
-      *closed = triangle + rank, *path = closed + rank;
+    std::vector<Sum> sums(4 * rank);
+    Sum *squares = sums.data(), *triangle = squares + rank, *closed = triangle + rank, *centre = closed + rank;
     for (int64_t i = from; i < until; ++i) {
-      std::fill(sums.begin(), sums.end(), T(0));
+      Sum *around = saved[i], *around_c = around + rank, *step = steps[i], *path = step + rank;
+      std::fill(sums.begin(), sums.end(), Sum(0));
+      std::fill_n(around, 2 * rank, Sum(0));
+      std::fill_n(path, rank, Sum(0));
       T* row = out[i];
       std::copy_n(x[i], features, row);
       for (int64_t n = graph.rowptr[i]; n < graph.rowptr[i + 1]; ++n) {
@@ -148,7 +156,7 @@ void sum(const Graph& graph, int64_t features, int64_t rank, Matrix<const T> x, 
         load_ahead(graph, n, maps, 2 * rank);
         add(x[graph.col[n]], features, row);
         for (int64_t r = 0; r < rank; ++r) {
-          const T factor = w[r], term = factor * b[r];
+          const Sum factor = w[r], term = factor * b[r];
           around[r] += term;
           squares[r] += term * term;
           around_c[r] += factor * factor * c[r];
@@ -159,50 +167,54 @@ void sum(const Graph& graph, int64_t features, int64_t rank, Matrix<const T> x, 
         const T *b_s = maps[at.s], *b_t = maps[at.t], *c_s = b_s + rank, *c_t = b_t + rank;
         const auto rs = weight[at.rs], rt = weight[at.rt], st = weight[at.st];
         for (int64_t r = 0; r < rank; ++r) {
-          const T both = b_s[r] * b_t[r] * (rs[r] * rt[r]);
+          const Sum w_s = rs[r], w_t = rt[r], w_far = st[r], own_s = w_s * b_s[r], own_t = w_t * b_t[r];
+          const Sum both = own_s * own_t;
           closed[r] += both;
-          triangle[r] += both * st[r];
-          path[r] += st[r] * (rs[r] * c_s[r] * b_t[r] + rt[r] * c_t[r] * b_s[r]);
+          triangle[r] += both * w_far;
+          path[r] += w_far * (w_s * c_s[r] * b_t[r] + w_t * c_t[r] * b_s[r]);
         }
       }
-      std::copy_n(maps[i], rank, row + parts.b);
-      std::copy_n(triangle, rank, row + parts.triangle);
-      for (int64_t r = 0; r < rank; ++r) row[parts.centre + r] = (around[r] * around[r] - squares[r]) / 2 - closed[r];
-      std::copy_n(path, rank, row + parts.leaf);
-      if constexpr (kWeighted) std::copy_n(around, rank, row + parts.around);
-      std::copy_n(around, rank, saved[i]);
-      std::copy_n(around_c, rank, saved[i] + rank);
       const T* c = maps[i] + rank;
-      for (int64_t r = 0; r < rank; ++r) steps[i][r] = c[r] * around[r];
+      for (int64_t r = 0; r < rank; ++r) {
+        centre[r] = (around[r] * around[r] - squares[r]) / 2 - closed[r];
+        step[r] = c[r] * around[r];
+      }
+      std::copy_n(maps[i], rank, row + parts.b);
+      round_to(triangle, rank, row + parts.triangle);
+      round_to(centre, rank, row + parts.centre);
+      if constexpr (kWeighted) round_to(around, rank, row + parts.around);
     }
   });
   torch::stable::parallel_for(0, graph.nodes, kGrain, [&](int64_t from, int64_t until) {
-    std::vector<T> walks(rank);
+    std::vector<Sum> walks(rank);
     for (int64_t i = from; i < until; ++i) {
-      std::fill(walks.begin(), walks.end(), T(0));
+      std::fill(walks.begin(), walks.end(), Sum(0));
       for (int64_t n = graph.rowptr[i]; n < graph.rowptr[i + 1]; ++n) {
-        const T* step = steps[graph.col[n]];
+        const Sum* step = steps[graph.col[n]];
         const auto w = weight[graph.edge_of[n]];
         load_ahead(graph, n, steps, rank);
         for (int64_t r = 0; r < rank; ++r) walks[r] += step[r] * w[r];
       }
-      const T *b = maps[i], *around_c = saved[i] + rank;
-      T* leaf = out[i] + parts.leaf;
-      for (int64_t r = 0; r < rank; ++r) leaf[r] = (walks[r] - b[r] * around_c[r]) - leaf[r];
+      const T* b = maps[i];
+      const Sum *around_c = saved[i] + rank, *path = steps[i] + rank;
+      for (int64_t r = 0; r < rank; ++r) walks[r] = (walks[r] - b[r] * around_c[r]) - path[r];
+      round_to(walks.data(), rank, out[i] + parts.leaf);
     }
   });
 }
 
 // What gradients are computed of, and where they go; d_weight is not written without weights.
-template <typename T, bool kWeighted>
+template <typename T, typename Sum, bool kWeighted>
 struct Backward {
   const Graph& graph;
   const int64_t features, rank;
   const Parts parts;
   Matrix<const T> maps;
   Weights<T, kWeighted> weight;
-  Matrix<const T> saved, grad;
-  Matrix<T> d_x, d_maps, d_around, d_weight;
+  Matrix<const Sum> saved;
+  Matrix<const T> grad;
+  Matrix<T> d_x, d_maps, d_weight;
+  Matrix<Sum> d_sums, d_around;  // d_sums: of maps
 
   const T* of_triangle(int64_t i) const { return grad[i] + parts.triangle; }
   const T* of_centre(int64_t i) const { return grad[i] + parts.centre; }
@@ -211,42 +223,46 @@ struct Backward {
   void run() const {
     const Lists corners(graph.triangle, 3 * graph.triangles, graph.nodes);
     torch::stable::parallel_for(0, graph.nodes, kGrain, [&](int64_t from, int64_t until) {
-      std::vector<T> sums(3 * rank);
+      std::vector<Sum> sums(3 * rank);
       for (int64_t j = from; j < until; ++j) {
         gather(j, sums);
         for (int64_t n = corners.begins[j]; n < corners.begins[j + 1]; ++n)
-          gather_triangle(graph.at(corners.places[n]), d_maps[j]);
+          gather_triangle(graph.at(corners.places[n]), d_sums[j]);
       }
     });
     torch::stable::parallel_for(0, graph.nodes, kGrain, [&](int64_t from, int64_t until) {
-      for (int64_t j = from; j < until; ++j)
+      for (int64_t j = from; j < until; ++j) {
+        Sum* d_b = d_sums[j];
         for (int64_t n = graph.rowptr[j]; n < graph.rowptr[j + 1]; ++n) {
-          const T* of_around = d_around[graph.col[n]];
+          const Sum* of_around = d_around[graph.col[n]];
           const auto w = weight[graph.edge_of[n]];
           load_ahead(graph, n, d_around, rank);
-          T* d_b = d_maps[j];
           for (int64_t r = 0; r < rank; ++r) d_b[r] += w[r] * of_around[r];
         }
+        round_to(d_b, 2 * rank, d_maps[j]);
+      }
     });
     if constexpr (kWeighted) {
       const Lists thirds(graph.side, 3 * graph.triangles, graph.edges);
       torch::stable::parallel_for(0, graph.edges, kGrain, [&](int64_t from, int64_t until) {
+        std::vector<Sum> sums(rank);
         for (int64_t e = from; e < until; ++e) {
-          std::fill_n(d_weight[e], rank, T(0));
+          std::fill(sums.begin(), sums.end(), Sum(0));
           const int64_t u = graph.edge[e], v = graph.edge[graph.edges + e];
-          gather_edge(e, u, v);
-          gather_edge(e, v, u);
+          gather_edge(e, u, v, sums.data());
+          gather_edge(e, v, u, sums.data());
           for (int64_t n = thirds.begins[e]; n < thirds.begins[e + 1]; ++n)
-            gather_opposite(graph.at(thirds.places[n]), d_weight[e]);
+            gather_opposite(graph.at(thirds.places[n]), sums.data());
+          round_to(sums.data(), rank, d_weight[e]);
         }
       });
     }
   }
 
   // From the neighbours of j: all of d_x, and d_maps but for triangles and what d_around gives.
-  void gather(int64_t j, std::vector<T>& sums) const {
-    std::fill(sums.begin(), sums.end(), T(0));
-    T *leaves = sums.data(), *centres = leaves + rank, *returns = centres + rank;
+  void gather(int64_t j, std::vector<Sum>& sums) const {
+    std::fill(sums.begin(), sums.end(), Sum(0));
+    Sum *leaves = sums.data(), *centres = leaves + rank, *returns = centres + rank;
     std::copy_n(grad[j], features, d_x[j]);
     for (int64_t n = graph.rowptr[j]; n < graph.rowptr[j + 1]; ++n) {
       const int64_t i = graph.col[n];
@@ -257,15 +273,16 @@ struct Backward {
       load_ahead(graph, n, maps, rank);
       add(grad[i], features, d_x[j]);
       for (int64_t r = 0; r < rank; ++r) {
-        const T factor = w[r], square = factor * factor;
+        const Sum factor = w[r], square = factor * factor;
         leaves[r] += factor * leaf[r];
         centres[r] += square * centre[r];
         returns[r] += square * leaf[r] * b[r];
       }
     }
-    const T *b = maps[j], *c = b + rank, *around = saved[j], *around_c = around + rank;
+    const T *b = maps[j], *c = b + rank;
+    const Sum *around = saved[j], *around_c = around + rank;
     const T *g_b = grad[j] + parts.b, *centre = of_centre(j), *leaf = of_leaf(j), *g_around = grad[j] + parts.around;
-    T *d_b = d_maps[j], *d_c = d_b + rank, *of_around = d_around[j];
+    Sum *d_b = d_sums[j], *d_c = d_b + rank, *of_around = d_around[j];
     for (int64_t r = 0; r < rank; ++r) {
       d_b[r] = g_b[r] - b[r] * centres[r] - leaf[r] * around_c[r];
       d_c[r] = around[r] * leaves[r] - returns[r];
@@ -275,44 +292,44 @@ struct Backward {
   }
 
   // What the terms of s and t in a triangle give to the maps of r.
-  void gather_triangle(const Corner& at, T* d_b) const {
+  void gather_triangle(const Corner& at, Sum* d_b) const {
     const T *b_s = maps[at.s], *b_t = maps[at.t], *c_s = b_s + rank, *c_t = b_t + rank;
     const T *triangle_s = of_triangle(at.s), *triangle_t = of_triangle(at.t);
     const T *centre_s = of_centre(at.s), *centre_t = of_centre(at.t);
     const T *leaf_s = of_leaf(at.s), *leaf_t = of_leaf(at.t);
     const auto rs = weight[at.rs], rt = weight[at.rt], st = weight[at.st];
-    T* d_c = d_b + rank;
+    Sum* d_c = d_b + rank;
     for (int64_t r = 0; r < rank; ++r) {
-      const T near = rs[r] * rt[r], through_s = rs[r] * st[r], through_t = rt[r] * st[r];
-      d_b[r] += b_t[r] * through_s * (triangle_s[r] * rt[r] - centre_s[r]) - leaf_s[r] * c_t[r] * through_t +
-                b_s[r] * through_t * (triangle_t[r] * rs[r] - centre_t[r]) - leaf_t[r] * c_s[r] * through_s;
-      d_c[r] -= near * (leaf_s[r] * b_t[r] + leaf_t[r] * b_s[r]);
+      const Sum w_s = rs[r], w_t = rt[r], near = w_s * w_t, through_s = w_s * st[r], through_t = w_t * st[r];
+      d_b[r] += b_t[r] * through_s * (triangle_s[r] * w_t - centre_s[r]) - leaf_s[r] * through_t * c_t[r] +
+                b_s[r] * through_t * (triangle_t[r] * w_s - centre_t[r]) - leaf_t[r] * through_s * c_s[r];
+      d_c[r] -= near * leaf_s[r] * b_t[r] + near * leaf_t[r] * b_s[r];
     }
   }
 
   // What the terms of i with its neighbour j give to the weight of their edge.
-  void gather_edge(int64_t e, int64_t i, int64_t j) const {
-    const T *b_i = maps[i], *b_j = maps[j], *c_j = b_j + rank, *around_j = saved[j], *of_around = d_around[i];
-    const T *centre = of_centre(i), *leaf = of_leaf(i);
+  void gather_edge(int64_t e, int64_t i, int64_t j, Sum* d_w) const {
+    const T *b_i = maps[i], *b_j = maps[j], *c_j = b_j + rank, *centre = of_centre(i), *leaf = of_leaf(i);
+    const Sum *around_j = saved[j], *of_around = d_around[i];
     const auto w = weight[e];
-    T* d_w = d_weight[e];
-    for (int64_t r = 0; r < rank; ++r)
-      d_w[r] += of_around[r] * b_j[r] + leaf[r] * c_j[r] * (around_j[r] - 2 * w[r] * b_i[r]) -
-                w[r] * b_j[r] * b_j[r] * centre[r];
+    for (int64_t r = 0; r < rank; ++r) {
+      const Sum factor = w[r], b = b_j[r];
+      d_w[r] += of_around[r] * b + (around_j[r] - 2 * factor * b_i[r]) * leaf[r] * c_j[r] - factor * b * b * centre[r];
+    }
   }
 
   // What the terms of a triangle give to the weight of the edge st.
-  void gather_opposite(const Corner& at, T* d_w) const {
+  void gather_opposite(const Corner& at, Sum* d_w) const {
     const T *b_r = maps[at.r], *b_s = maps[at.s], *b_t = maps[at.t], *c_s = b_s + rank, *c_t = b_t + rank;
     const T *triangle_r = of_triangle(at.r), *triangle_s = of_triangle(at.s), *triangle_t = of_triangle(at.t);
     const T *centre_s = of_centre(at.s), *centre_t = of_centre(at.t);
     const T *leaf_r = of_leaf(at.r), *leaf_s = of_leaf(at.s), *leaf_t = of_leaf(at.t);
     const auto rs = weight[at.rs], rt = weight[at.rt];
     for (int64_t r = 0; r < rank; ++r) {
-      const T all = triangle_r[r] * b_s[r] * b_t[r] + triangle_s[r] * b_r[r] * b_t[r] + triangle_t[r] * b_r[r] * b_s[r];
-      d_w[r] += rs[r] * rt[r] * all - leaf_r[r] * (rs[r] * c_s[r] * b_t[r] + rt[r] * c_t[r] * b_s[r]) -
-                b_r[r] * (rs[r] * (centre_s[r] * b_t[r] + leaf_t[r] * c_s[r]) +
-                          rt[r] * (centre_t[r] * b_s[r] + leaf_s[r] * c_t[r]));
+      const Sum w_s = rs[r], w_t = rt[r], r_b = b_r[r], s_b = b_s[r], t_b = b_t[r], s_c = c_s[r], t_c = c_t[r];
+      const Sum all = triangle_r[r] * s_b * t_b + triangle_s[r] * r_b * t_b + triangle_t[r] * r_b * s_b;
+      d_w[r] += w_s * w_t * all - leaf_r[r] * (w_s * s_c * t_b + w_t * t_c * s_b) -
+                r_b * (w_s * (centre_s[r] * t_b + leaf_t[r] * s_c) + w_t * (centre_t[r] * s_b + leaf_s[r] * t_c));
     }
   }
 };
@@ -331,63 +348,74 @@ Weights<T, kWeighted> weights_of(const Maybe& weight, const Graph& graph, const 
   return {};
 }
 
-// Calls run with a float or double, and whether there are weights, as std::bool_constant.
+// Calls run with a number of each dtype, of matrices and of sums, and whether there are weights as std::bool_constant.
 template <typename F>
-void dispatch(const Tensor& x, const Maybe& weight, const F& run) {
-  const auto with = [&](auto kind) { weight ? run(kind, std::true_type()) : run(kind, std::false_type()); };
-  x.scalar_type() == ScalarType::Float ? with(float()) : with(double());
+void dispatch(const Tensor& x, const Maybe& weight, bool wide, const F& run) {
+  const auto with = [&](auto kind, auto sum) {
+    weight ? run(kind, sum, std::true_type()) : run(kind, sum, std::false_type());
+  };
+  if (x.scalar_type() == ScalarType::Double) return with(double(), double());
+  wide ? with(float(), double()) : with(float(), float());
 }
+
+ScalarType sum_type(const Tensor& x, bool wide) { return wide ? ScalarType::Double : x.scalar_type(); }
 
 // The rows (N, F + 4 R), or (N, F + 5 R) with weights: x and the sum of its neighbours, b, and the sums over the
 // triangles, over the wedges of which the node is the centre, over those of which it is an end, and over the neighbours
-// of w b. Then what the backward pass needs (N, 2 R).
-std::tuple<Tensor, Tensor> rooted_triples(const Tensor& x, const Tensor& maps, Maybe weight, const Tensor& rowptr,
-                                          const Tensor& col, const Tensor& edge_of, const Tensor& edge,
-                                          const Tensor& triangle, const Tensor& side) {
+// of w b. Then what the backward pass needs (N, 2 R), float64 if sums are `wide`.
+std::tuple<Tensor, Tensor> rooted_triples(const Tensor& x, const Tensor& maps, Maybe weight, bool wide,
+                                          const Tensor& rowptr, const Tensor& col, const Tensor& edge_of,
+                                          const Tensor& edge, const Tensor& triangle, const Tensor& side) {
   const Graph graph(rowptr, col, edge_of, edge, triangle, side);
   const Sizes sizes(x, maps);
   const Parts parts(sizes.features, sizes.rank, weight.has_value());
   Tensor out = torch::stable::new_empty(x, {graph.nodes, parts.columns});
-  Tensor saved = torch::stable::new_empty(x, {graph.nodes, 2 * sizes.rank});
-  Tensor steps = torch::stable::new_empty(x, {graph.nodes, sizes.rank});  // of paths: c times the sum of neighbours' b
-  dispatch(x, weight, [&](auto kind, auto is_weighted) {
+  Tensor saved = torch::stable::new_empty(x, {graph.nodes, 2 * sizes.rank}, sum_type(x, wide));
+  Tensor steps = torch::stable::empty_like(saved);  // of paths: c times the sum of neighbours' b; and those in triangles
+  dispatch(x, weight, wide, [&](auto kind, auto wider, auto is_weighted) {
     using T = decltype(kind);
+    using Sum = decltype(wider);
     constexpr bool kWeighted = decltype(is_weighted)::value;
-    sum<T, kWeighted>(graph, sizes.features, sizes.rank, read<T>(x, graph.nodes, sizes.features, x),
-                      read<T>(maps, graph.nodes, 2 * sizes.rank, x), weights_of<T, kWeighted>(weight, graph, sizes, x),
-                      write<T>(out), write<T>(saved), write<T>(steps));
+    sum<T, Sum, kWeighted>(graph, sizes.features, sizes.rank, read<T>(x, graph.nodes, sizes.features, x),
+                           read<T>(maps, graph.nodes, 2 * sizes.rank, x),
+                           weights_of<T, kWeighted>(weight, graph, sizes, x), write<T>(out), write<Sum>(saved),
+                           write<Sum>(steps));
   });
   return {out, saved};
 }
 
 // Gradients of x, maps and weight (0, R without weights).
 std::tuple<Tensor, Tensor, Tensor> rooted_triples_backward(const Tensor& grad, const Tensor& x, const Tensor& maps,
-                                                           Maybe weight, const Tensor& saved, const Tensor& rowptr,
-                                                           const Tensor& col, const Tensor& edge_of,
-                                                           const Tensor& edge, const Tensor& triangle,
-                                                           const Tensor& side) {
+                                                           Maybe weight, bool wide, const Tensor& saved,
+                                                           const Tensor& rowptr, const Tensor& col,
+                                                           const Tensor& edge_of, const Tensor& edge,
+                                                           const Tensor& triangle, const Tensor& side) {
   const Graph graph(rowptr, col, edge_of, edge, triangle, side);
   const Sizes sizes(x, maps);
   const Parts parts(sizes.features, sizes.rank, weight.has_value());
   Tensor d_x = torch::stable::new_empty(x, {graph.nodes, sizes.features});
   Tensor d_maps = torch::stable::new_empty(x, {graph.nodes, 2 * sizes.rank});
-  Tensor d_around = torch::stable::new_empty(x, {graph.nodes, sizes.rank});
   Tensor d_weight = torch::stable::new_empty(x, {weight ? graph.edges : 0, sizes.rank});
-  dispatch(x, weight, [&](auto kind, auto is_weighted) {
+  Tensor d_sums = wide ? torch::stable::empty_like(saved) : d_maps;
+  Tensor d_around = torch::stable::new_empty(saved, {graph.nodes, sizes.rank});
+  STD_TORCH_CHECK(saved.scalar_type() == sum_type(x, wide), "saved sums must be those of the forward pass");
+  dispatch(x, weight, wide, [&](auto kind, auto wider, auto is_weighted) {
     using T = decltype(kind);
+    using Sum = decltype(wider);
     constexpr bool kWeighted = decltype(is_weighted)::value;
-    Backward<T, kWeighted>{graph,
-                           sizes.features,
-                           sizes.rank,
-                           parts,
-                           read<T>(maps, graph.nodes, 2 * sizes.rank, x),
-                           weights_of<T, kWeighted>(weight, graph, sizes, x),
-                           read<T>(saved, graph.nodes, 2 * sizes.rank, x),
-                           read<T>(grad, graph.nodes, parts.columns, x),
-                           write<T>(d_x),
-                           write<T>(d_maps),
-                           write<T>(d_around),
-                           write<T>(d_weight)}
+    Backward<T, Sum, kWeighted>{graph,
+                                sizes.features,
+                                sizes.rank,
+                                parts,
+                                read<T>(maps, graph.nodes, 2 * sizes.rank, x),
+                                weights_of<T, kWeighted>(weight, graph, sizes, x),
+                                read<Sum>(saved, graph.nodes, 2 * sizes.rank, saved),
+                                read<T>(grad, graph.nodes, parts.columns, x),
+                                write<T>(d_x),
+                                write<T>(d_maps),
+                                write<T>(d_weight),
+                                write<Sum>(d_sums),
+                                write<Sum>(d_around)}
         .run();
   });
   return {d_x, d_maps, d_weight};
@@ -397,11 +425,12 @@ std::tuple<Tensor, Tensor, Tensor> rooted_triples_backward(const Tensor& grad, c
 
 STABLE_TORCH_LIBRARY_FRAGMENT(lightning_accel_native, m) {
   m.def(
-      "rooted_triples(Tensor x, Tensor maps, Tensor? weight, Tensor rowptr, Tensor col, Tensor edge_of, Tensor edge, "
-      "Tensor triangle, Tensor side) -> (Tensor, Tensor)");
+      "rooted_triples(Tensor x, Tensor maps, Tensor? weight, bool wide, Tensor rowptr, Tensor col, Tensor edge_of, "
+      "Tensor edge, Tensor triangle, Tensor side) -> (Tensor, Tensor)");
   m.def(
-      "rooted_triples_backward(Tensor grad, Tensor x, Tensor maps, Tensor? weight, Tensor saved, Tensor rowptr, "
-      "Tensor col, Tensor edge_of, Tensor edge, Tensor triangle, Tensor side) -> (Tensor, Tensor, Tensor)");
+      "rooted_triples_backward(Tensor grad, Tensor x, Tensor maps, Tensor? weight, bool wide, Tensor saved, "
+      "Tensor rowptr, Tensor col, Tensor edge_of, Tensor edge, Tensor triangle, Tensor side) -> (Tensor, Tensor, "
+      "Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lightning_accel_native, CPU, m) {
