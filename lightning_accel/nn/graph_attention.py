@@ -49,7 +49,7 @@ def run_gps(layer: GPSConv, x: Tensor, edge_index: Any, batch: Tensor | None = N
         batch: (N,) int64, the graph of each node, ascending; None for a single graph.
         **edges: further arguments of the convolution.
     """
-    if not _serves(layer, x):
+    if not _serves(layer, x, batch):
         out: Tensor = GPSConv.forward(layer, x, edge_index, batch, **edges)
         return out
     branches = [] if layer.conv is None else [_branch(layer, layer.norm1, layer.conv(x, edge_index, **edges), x, batch)]
@@ -58,7 +58,7 @@ def run_gps(layer: GPSConv, x: Tensor, edge_index: Any, batch: Tensor | None = N
     return _norm(layer, layer.norm3, total + layer.mlp(total), batch)
 
 
-def _serves(layer: GPSConv, x: Tensor) -> bool:
+def _serves(layer: GPSConv, x: Tensor, batch: Tensor | None) -> bool:
     attention = layer.attn
     return (
         type(attention) is nn.MultiheadAttention
@@ -70,6 +70,7 @@ def _serves(layer: GPSConv, x: Tensor) -> bool:
         and not has_call_hooks(attention)
         and {type(attention.in_proj_weight), type(attention.out_proj.weight)} <= {Tensor, nn.Parameter}
         and serves_segments(x)
+        and (batch is None or bool((batch[1:] >= batch[:-1]).all()))  # otherwise it raises
     )
 
 

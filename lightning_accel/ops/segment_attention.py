@@ -3,17 +3,15 @@
 Shapes: N rows, B segments, H heads of queries, G heads of keys and values (H is a multiple of G), D and V features.
 """
 
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import register_flop_formula
 
-from lightning_accel._private.torch import is_transformed
+from lightning_accel.ops.float32 import at_least_float32, without_autocast
 from lightning_accel.ops.gradients import gradients_of_formula
 from lightning_accel.ops.native import KERNELS, check_one_device, runs_kernel
 
@@ -23,8 +21,8 @@ _DTYPES = (torch.float32, torch.bfloat16)
 def segment_attention(query: Tensor, key: Tensor, value: Tensor, begins: Tensor, causal: bool = False) -> Tensor:
     """Let each row attend to the rows of its segment, by scaled dot products (Vaswani et al. 2017).
 
-    On the CPU a C++ kernel computes it in float32 and bfloat16, with sums in float32; elsewhere segments are padded to
-    the longest one. All derivatives exist.
+    On the CPU a C++ kernel computes it in float32 and bfloat16, with sums in float32, and derivatives of any order
+    exist; elsewhere segments are padded to the longest one, and torch computes it.
 
     Args:
         query: (N, H, D) floating.
@@ -37,18 +35,39 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, begins: Tensor,
         (N, H, V), of the dtype of ``query``.
 
     Raises:
-        RuntimeError: if shapes or dtypes disagree, or ``begins`` does not ascend from 0 to N.
+        ValueError: if shapes or dtypes disagree.
+        RuntimeError: if ``begins`` does not ascend from 0 to N.
 
     >>> x = torch.randn(5, 2, 8)
     >>> segment_attention(x, x, x, torch.tensor([0, 2, 5])).shape
     torch.Size([5, 2, 8])
     """
+    _check(query, key, value, begins)
     if not serves_segments(query, key, value):
         return _attend_padded(query, key, value, begins, causal)
     of_heads = [_by_head(one) for one in (query, key, value)]
     run = torch.ops.lightning_accel_native.segment_attention.default
     out: Tensor = run(*of_heads, begins.contiguous(), causal, query.shape[2] ** -0.5)[0]
     return out.squeeze(0).transpose(0, 1)
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, begins: Tensor) -> None:
+    tensors = query, key, value
+    is_right = (
+        all(one.ndim == 3 and one.is_floating_point() and one.dtype == query.dtype for one in tensors)
+        and len(query) == len(key) == len(value)
+        and query.shape[2] == key.shape[2]
+        and 0 < key.shape[1] == value.shape[1]
+        and query.shape[1] % key.shape[1] == 0
+        and begins.ndim == 1
+        and len(begins) > 0
+    )
+    if not is_right:
+        found = ", ".join(f"{one.dtype} {tuple(one.shape)}" for one in (*tensors, begins))
+        raise ValueError(
+            "segment_attention needs query (N, H, D), key (N, G, D) and value (N, G, V), floating and of one dtype, H "
+            f"a multiple of G, and begins (B + 1,); got {found}"
+        )
 
 
 def serves_segments(*tensors: Tensor) -> bool:
@@ -81,11 +100,21 @@ def _attend_padded(query: Tensor, key: Tensor, value: Tensor, begins: Tensor, ca
     mask = (position < lengths[:, None])[:, None, None]  # of keys, (B, 1, 1, longest)
     if causal:
         mask = mask & (position <= position[:, None])
-    is_grouped = query.shape[1] != key.shape[1]
-    # torch's other implementations have no derivatives in forward mode
-    with sdpa_kernel(SDPBackend.MATH) if is_transformed(query) else nullcontext():
+    if query.is_cpu:
+        out = _formula(query, key, value, mask)
+    else:
+        is_grouped = query.shape[1] != key.shape[1]
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=is_grouped)
     return out.transpose(1, 2).flatten(0, 1).index_select(0, place)
+
+
+def _formula(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """Compute attention of heads (B, H, L, D) with derivatives of any order, which torch's implementations have not."""
+    with without_autocast(query):
+        key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], dim=1) for one in (key, value))
+        scores = at_least_float32(query @ key.transpose(2, 3)) * query.shape[3] ** -0.5
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=3)
+        return weights.to(value.dtype) @ value
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -98,13 +127,13 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     *inputs, begins, out, statistics = ctx.saved_tensors
     if torch.is_grad_enabled():
-        return gradients_of_formula(partial(_formula, begins, ctx.options[0]), inputs, ctx.needs_input_grad, [grad])
+        return gradients_of_formula(partial(_run_padded, begins, ctx.options[0]), inputs, ctx.needs_input_grad, [grad])
     grad = grad if grad.stride(3) == 1 else grad.contiguous()
     run = torch.ops.lightning_accel_native.segment_attention_backward.default
     return *run(grad, *inputs, begins, out, statistics, *ctx.options), None, None, None
 
 
-def _formula(begins: Tensor, causal: bool, *by_head: Tensor) -> list[Tensor]:
+def _run_padded(begins: Tensor, causal: bool, *by_head: Tensor) -> list[Tensor]:
     """Compute the operation, whose tensors are (1, H, N, D), by padding."""
     query, key, value = (one[0].transpose(0, 1) for one in by_head)
     return [_attend_padded(query, key, value, begins, causal).transpose(0, 1).unsqueeze(0)]

@@ -110,3 +110,11 @@ def test_other_precisions_and_transformed_code_are_left_to_pytorch_geometric(seg
     of_func = [torch.func.grad(lambda x, f=f: f(layer, x, **given).sum())(x) for f in (run_gps, GPSConv.forward)]
     assert torch.equal(*of_func)
     assert not segments
+
+
+def test_nodes_that_are_not_sorted_by_graph_are_refused(segments):
+    layer, given = block(), graphs()
+    given["batch"] = given["batch"].flip(0)
+    with pytest.raises(RuntimeError):  # by PyTorch Geometric
+        run_gps(layer, **given)
+    assert not segments

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_accel.ops.attention import replace_attention, restore_attention
 from lightning_accel.ops.native import KERNELS
 from lightning_accel.ops.segment_attention import segment_attention
 
@@ -74,14 +75,24 @@ def test_equal_results_on_any_number_of_threads(native):
     assert all(map(torch.equal, *runs))
 
 
-def test_second_derivatives_and_batched_gradients_are_those_of_the_formula(native):
-    tensors, begins = inputs(lengths=(3, 1, 4))
+@pytest.mark.parametrize("widths", [(20, 20, 7), (8, 8, 8)])
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_second_derivatives_and_batched_gradients_are_those_of_the_formula(widths, is_replaced, native):
+    """Torch's own implementations, and the kernel in their place, have no second derivatives where widths are equal."""
+    tensors, begins = inputs(lengths=(3, 1, 4), widths=widths)
+    if is_replaced:
+        replace_attention()
 
     def penalty(attend):
         _, *gradients = with_gradients(attend(*tensors, begins), tensors, create_graph=True)
         return torch.autograd.grad(sum((one**2).sum() for one in gradients), tensors)
 
-    assert_near(penalty(segment_attention), penalty(lambda *args: formula(*args).float()))
+    try:
+        found = penalty(segment_attention)
+    finally:
+        if is_replaced:
+            restore_attention()
+    assert_near(found, penalty(lambda *args: formula(*args).float()))
     out = segment_attention(*tensors, begins)
     directions = torch.randn(2, *out.shape)
     batched = torch.autograd.grad(out, tensors, directions, is_grads_batched=True, retain_graph=True)
@@ -115,3 +126,19 @@ def test_rows_without_segments_and_counts_of_operations(native):
         segment_attention(*tensors, begins).sum().backward()
     # scores and weighted sums of 2 segments of 5; then both again, and the gradients of three tensors
     assert counter.get_total_flops() == 2 * 2 * 25 * 6 * ((20 + 7) + (3 * 20 + 2 * 7))
+
+
+@pytest.mark.parametrize(("heads", "widths"), [((6, 4, 4), (8, 8, 8)), ((6, 3, 3), (8, 4, 8)), ((6, 3, 2), (8, 8, 8))])
+def test_shapes_that_disagree_are_named(heads, widths, native):
+    tensors, begins = inputs(lengths=(2, 1), heads=heads, widths=widths)
+    with pytest.raises(ValueError, match=r"segment_attention needs query \(N, H, D\).*; got torch\."):
+        segment_attention(*tensors, begins)
+
+
+def test_autocast_leaves_the_dtype_as_it_is(native):
+    tensors, begins = inputs(lengths=(2, 1))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = [segment_attention(*tensors, begins)]
+        with KERNELS.switched_off():
+            found.append(segment_attention(*tensors, begins))
+    assert_near(found, [formula(*tensors, begins)] * 2)

@@ -73,6 +73,9 @@ class _Contrast(NamedTuple):
             return by_weight, by_visible, by_hidden, by_variance
 
 
+_ACTIVATIONS = {"hidden_activation", "visible_activation"}  # which a user may replace
+
+
 class _Found(NamedTuple):
     """Hold the gap and its gradient, already computed, for Bernoulli units."""
 
@@ -141,10 +144,14 @@ class ContrastiveDivergence:
         self._last_gap: Tensor | None = None
         self._work: BernoulliContrast | None = None  # buffers of the last call
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_work": None}  # whose tensors share memory, which pickle does not keep
+
     def __call__(self, rbm: RBM, visible: Tensor) -> Tensor:
         """Draw samples; return the gap between the mean energies of data (B, V) and samples, (), with its gradient."""
         is_served = visible.device.type == "cpu" and not _autocast_dtype(visible.device) and is_plain(rbm)
-        if not is_served or type(self) is not ContrastiveDivergence or visible.shape[1:] != rbm.weight.shape[1:]:
+        is_own = type(self) is ContrastiveDivergence and type(rbm) is RBM and not _ACTIVATIONS & vars(rbm).keys()
+        if not is_served or not is_own or not len(visible) or visible.shape[1:] != rbm.weight.shape[1:]:
             return self._contrast(rbm, visible).gap_with_gradient()
         with torch.no_grad():
             found = self._differentiate_at_once(rbm, visible)
@@ -254,7 +261,7 @@ class ContrastiveDivergence:
             self._work = work = BernoulliContrast(rbm, len(rows), chains, self.steps)
         (noise,) = work.noise(1, self.generator(rbm.weight.device))
         gap = self._differentiate(work, rows, noise)
-        self.chains = None if chains is None else work.chains
+        self.chains = None if chains is None else work.chains.clone()
         return _Found(gap, work.gradients)
 
     def _start_chains(self, rbm: RBM) -> Tensor:

@@ -287,6 +287,11 @@ def _checked_triples(layer: nn.Module, x: Any, edge_index: Any, triples: Triples
     if not isinstance(x, Tensor) or x.ndim != 2:
         found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"{name} needs x (N, F), one row for each node; got {found}")
+    if triples is not None and triples.num_nodes != x.shape[0]:
+        raise ValueError(
+            f"{name} got triples of a graph of {triples.num_nodes} nodes and x of {x.shape[0]}: pass those of this "
+            "graph, or leave triples out"
+        )
     return triples_of(edge_index, x.shape[0]) if triples is None else triples
 
 

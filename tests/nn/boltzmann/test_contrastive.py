@@ -1,4 +1,5 @@
 import copy
+import pickle
 import warnings
 
 import lightning as L
@@ -554,3 +555,32 @@ def test_train_needs_rows(num_rows, batch_size):
     rbm = make_rbm()
     with pytest.raises(ValueError, match="needs rows"):
         ContrastiveDivergence().train_(rbm, rows_for(rbm, num_rows), batch_size, torch.optim.SGD(rbm.parameters()))
+
+
+def test_a_pickled_sampler_goes_on_as_the_original():
+    rows, rbm = torch.rand(5, 6).round(), RBM(6, 4)
+    original = ContrastiveDivergence(sampler="pcd", num_chains=3)
+    original(rbm, rows)
+    copied = pickle.loads(pickle.dumps(original))
+    before = original.chains
+    kept = before.clone()
+    gaps = [[one(rbm, rows).item() for _ in range(3)] for one in (original, copied)]
+    assert gaps[0] == gaps[1]
+    assert len(set(gaps[0])) == 3
+    assert torch.equal(before, kept)  # a later call changes no earlier chains
+
+
+def test_rbms_with_activations_of_their_own_and_odd_rows_are_sampled_step_by_step():
+    class Cool(RBM):
+        def hidden_activation(self, visible):
+            return super().hidden_activation(visible) / 4
+
+    rows = torch.rand(5, 6).round()
+    gaps = []
+    for kind in (RBM, Cool):
+        torch.manual_seed(0)
+        rbm = kind(6, 4, initial_std=1.0)
+        gaps.append(ContrastiveDivergence(centering=0)(rbm, rows).item())
+    assert gaps[0] != pytest.approx(gaps[1], rel=1e-3)
+    with pytest.raises(ValueError, match=r"takes rows \(..., 6\); got \(5, 1\)"):
+        ContrastiveDivergence()(RBM(6, 4), rows[:, :1])
