@@ -3,7 +3,6 @@
 Shapes: N nodes, E edges, F features, R channels.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -70,10 +69,11 @@ class _RootedFeatures(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, maps, weight, saved = ctx.saved_tensors
         if torch.is_grad_enabled() or is_batched(grad):
-            formula = partial(_formula, triples=ctx.triples)
-            return gradients_of_formula(
-                lambda *given: [formula(*given)], (x, maps, weight), ctx.needs_input_grad, [grad]
-            )
+
+            def formula(x: Tensor, maps: Tensor, weight: Tensor | None) -> list[Tensor]:
+                return [_formula(x, maps, weight, ctx.triples)]
+
+            return gradients_of_formula(formula, (x, maps, weight), ctx.needs_input_grad, [grad])
         run = torch.ops.lightning_accel_native.rooted_triples_backward.default
         d_x, d_maps, d_weight = run(grad.contiguous(), x, maps, weight, ctx.wide, saved, *_graph(ctx.triples))
         return d_x, d_maps, None if weight is None else d_weight, None, None

@@ -687,3 +687,18 @@ def test_what_does_not_fit_the_layer_is_named():
         RO3Conv((-1, -1), 8)
     with pytest.raises(ValueError, match="size=1 graphs, but batch numbers them from 0 to 1"):
         RO3Pooling(4, 8)(x, edge_index[:, :1], batch=torch.tensor([0, 0, 1]), size=1)
+
+
+@pytest.mark.parametrize("options", EDGES, ids=EDGE_NAMES)
+def test_pooling_in_transforms_and_forward_mode_agrees_with_gradients(options):
+    x, edge_index, attr = random_graph(9, 0.5, options)
+    pool = RO3Pooling(2, 3, rank=3, types=TYPES, **options).double()
+    x, tangent = x.detach(), torch.randn_like(x)
+
+    def of(x):
+        return pool(x, edge_index, attr)
+
+    jacobian = torch.autograd.functional.jacobian(of, x)
+    torch.testing.assert_close(torch.func.jacrev(of)(x), jacobian)
+    torch.testing.assert_close(torch.func.jvp(of, (x,), (tangent,))[1], (jacobian * tangent).sum((2, 3)))
+    torch.testing.assert_close(torch.func.vmap(of)(torch.stack([x, tangent]))[1], of(tangent))
