@@ -6,6 +6,7 @@ order of rank. A Trainer inside with ``strategy="ddp", devices=world_size`` find
 
 import atexit
 import faulthandler
+import itertools
 import multiprocessing as mp
 import os
 import tempfile
@@ -62,6 +63,7 @@ class _Pool:
         context.set_forkserver_preload(["lightning.pytorch", "lightning_accel.models", "lightning_accel.callbacks"])
         self.pipes, self.processes = [], []
         self.folder = tempfile.TemporaryDirectory()
+        self.runs = itertools.count()
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, world_size, theirs, self._stderr(rank)))
@@ -71,14 +73,15 @@ class _Pool:
             self.processes.append(process)
 
     def run(self, check: Callable[..., Any], args: tuple, timeout_s: float) -> tuple[dict[int, str], dict[int, Any]]:
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        # The store stays as long as the processes: one that still opens it while its folder goes is aborted.
+        store = f"{self.folder.name}/store_{next(self.runs)}"
+        for pipe in self.pipes:
+            pipe.send((check, args, store, timeout_s))
+        failures, results = self._answers(_START_S, "not ready after")
+        if not failures:
             for pipe in self.pipes:
-                pipe.send((check, args, f"{folder}/store", timeout_s))
-            failures, results = self._answers(_START_S, "not ready after")
-            if not failures:
-                for pipe in self.pipes:
-                    pipe.send("go")
-                failures, results = self._answers(timeout_s, "no answer in")
+                pipe.send("go")
+            failures, results = self._answers(timeout_s, "no answer in")
         return failures, results
 
     def _answers(self, timeout_s: float, late: str) -> tuple[dict[int, str], dict[int, Any]]:
