@@ -1,8 +1,8 @@
 """Every module under every strategy, precision and set of callbacks.
 
 By default a dozen cells; the slow ones cover every pair of values, the weekly ones are all.
-A cell trains as one process does, saves, and resumes, or is refused before training. The README's table is made of it:
-``python -m tests.test_matrix`` writes it.
+A cell trains as one process does, saves, and resumes, or is refused before training. ``python -m tests.test_matrix``
+writes the table of docs/compatibility.md from it.
 """
 
 import re
@@ -25,7 +25,7 @@ from tests.ranks import run_ranks
 from tests.strategies.trained import ADAMW, SGD, fit
 from tests.tolerance import rounding
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs" / "compatibility.md"
 ROWS = 8  # of a step, over all processes
 
 
@@ -305,10 +305,10 @@ def table() -> str:
 
 
 def test_table_of_the_readme_is_this_one():
-    assert table() in README.read_text(), "run python -m tests.test_matrix"
+    assert table() in PAGE.read_text(), "run python -m tests.test_matrix"
 
 
 if __name__ == "__main__":
     begin, end = "<!-- table of tests/test_matrix.py -->\n", "\n<!-- end of table -->"
-    before, _, after = README.read_text().partition(begin)
-    README.write_text(before + begin + table() + end + after.partition(end)[2])
+    before, _, after = PAGE.read_text().partition(begin)
+    PAGE.write_text(before + begin + table() + end + after.partition(end)[2])

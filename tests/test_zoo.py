@@ -1,7 +1,7 @@
 """Networks that nobody here wrote, each with each feature: it works, or is refused before training.
 
-The README's table is made of it: ``python -m tests.test_zoo``. One cell of each network is ``slow``, so that each
-feature is in some, and one of each kind of int8; all others, and ``tune``, are ``weekly``.
+``python -m tests.test_zoo`` writes the table of docs/compatibility.md from it. One cell of each network is ``slow``, so
+that each feature is in some, and one of each kind of int8; all others, and ``tune``, are ``weekly``.
 """
 
 import copy
@@ -28,7 +28,7 @@ from tests.ranks import run_ranks
 from tests.zoo import ZOO, Autoencoder
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of packages that the networks are from
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs" / "compatibility.md"
 QUIET = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False, "logger": False}
 ONCE = {"schedule": "one_shot", "begin": 0, "end": 1, "scope": "layer"}
 BACKENDS = {"qat": "onnxruntime", "static": "onnxruntime", "dynamic": "onnxruntime", "weight_only": "torchao"}
@@ -206,7 +206,7 @@ def tuned(name: str, folder: Path) -> None:
     (folder / "project.py").write_text(PROJECT.format(name=name))
     command = [sys.executable, "-W", "ignore", "project.py"]
     result = subprocess.run(
-        command, cwd=folder, env=os.environ | {"PYTHONPATH": str(README.parent)}, capture_output=True, text=True
+        command, cwd=folder, env=os.environ | {"PYTHONPATH": str(PAGE.parents[1])}, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr[-2000:]
     alone = json.loads((folder / "tuned/report.json").read_text())["alone"]
@@ -311,10 +311,10 @@ def table() -> str:
 
 
 def test_table_of_the_readme_is_this_one():
-    assert table() in README.read_text(), "run python -m tests.test_zoo"
+    assert table() in PAGE.read_text(), "run python -m tests.test_zoo"
 
 
 if __name__ == "__main__":
     begin, end = "<!-- table of tests/test_zoo.py -->\n", "\n<!-- end of table -->"
-    before, _, after = README.read_text().partition(begin)
-    README.write_text(before + begin + table() + end + after.partition(end)[2])
+    before, _, after = PAGE.read_text().partition(begin)
+    PAGE.write_text(before + begin + table() + end + after.partition(end)[2])

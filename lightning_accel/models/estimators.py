@@ -114,7 +114,7 @@ class RBMTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         visible_: kind of the visible units.
         mean_: (V,) that standardization subtracts, or None.
         scale_: (V,) that it divides by, or None; 0 for constant columns.
-        rbm_: the :class:`lightning_accel.nn.RBM`, for the columns that vary.
+        rbm_: the :class:`lightning_accel.RBM`, for the columns that vary.
 
     >>> RBMTransformer(n_components=2, random_state=0).fit_transform([[0, 0, 1], [0, 1, 1], [1, 1, 0]]).shape
     (3, 2)
@@ -197,7 +197,7 @@ class RBMTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         """Compute the log-probability (density) of each sample in nats, (N,).
 
         It is exact if one side of the RBM has at most 20 bits, else annealed in 1000 steps, anew in each call; see
-        :meth:`lightning_accel.nn.RBM.log_z`. Constant columns are ignored. BernoulliRBM returns a random
+        :meth:`lightning_accel.RBM.log_z`. Constant columns are ignored. BernoulliRBM returns a random
         pseudo-likelihood here, which ranks models differently.
         """
         check_is_fitted(self)

@@ -100,7 +100,7 @@ class RecurrentLayers:
     """Hold the options of a model's recurrent layers.
 
     Args:
-        cell: see :class:`lightning_accel.nn.DynamicRNN`.
+        cell: see :class:`lightning_accel.DynamicRNN`.
         hidden_dim: hidden width of each direction.
         num_layers: number of layers.
         bidirectional: whether they run in both directions; not for forecasting, which must not see the future.

@@ -163,7 +163,7 @@ class TransformerBlock(nn.Module):
     Args:
         dim: D.
         num_heads: M.
-        feed_forward: module that maps (B, T, D) to the same shape; or a :class:`~lightning_accel.nn.MixtureOfExperts`.
+        feed_forward: module that maps (B, T, D) to the same shape; or a :class:`~lightning_accel.MixtureOfExperts`.
         dropout: dropout probability of the output of each of the two layers.
         num_key_value_heads: G, see :class:`CausalSelfAttention`.
     """

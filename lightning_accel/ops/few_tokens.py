@@ -72,7 +72,7 @@ def experts_of_few_tokens(
 def route_few_tokens(
     logits: Tensor, bias: Tensor | None, k: int, is_sigmoid: bool, normalize: bool, scale: float
 ) -> FewSlots:
-    """Choose the ``k`` experts of each token with the highest scores, as :class:`lightning_accel.nn.TopKGate` does.
+    """Choose the ``k`` experts of each token with the highest scores, as :class:`lightning_accel.TopKGate` does.
 
     Args:
         logits: (N, E) float32, on the CPU; N is 1 or more.

@@ -133,7 +133,7 @@ def plan(
     process of the cluster, with tensors of their true sizes that nobody computes: memory and communication are those of
     the code. What depends on values is computed from real integers (token ids, lengths, edges), and where it depends on
     floats, such as the choice of experts, from random ones. The time of an operation is that of its arithmetic or of
-    its memory traffic at a share of the published rates (:mod:`lightning_accel.planning.step_trace`), or for processes
+    its memory traffic at a share of the published rates (``lightning_accel.planning.step_trace``), or for processes
     on CPUs at rates measured here; gathers of weights and reductions of gradients run beside the computation.
 
     Kernels of CUDA may keep other tensors than those of the CPU that stand for them: float32 islands of autocast,

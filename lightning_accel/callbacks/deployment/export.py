@@ -51,7 +51,7 @@ class Export(L.Callback):
     """Write the trained model to one file that runs without its class or this package, and verify it before it is kept.
 
     The exported module is the one that ``validation_step`` calls: the module itself, or the submodule with the most
-    parameters; with a :class:`~lightning_accel.callbacks.Quantization` in the Trainer, its quantized form. At the end
+    parameters; with a :class:`~lightning_accel.Quantization` in the Trainer, its quantized form. At the end
     of ``fit``, in the first process, a copy with the current weights is exported, loaded from the file, and compared
     with the copy on validation batches as they are, and on 1 and on an odd number of samples. A file with other outputs
     is removed, an earlier file stays, and a warning gives the reason; ``fit`` still succeeds. As much as possible is

@@ -65,7 +65,7 @@ class Quantization(L.Callback):
     on one sample and on a training batch (on the whole call if its samples cannot be separated, like the nodes of
     graphs), and picks the fastest at the batch. The trained module stays unchanged. The picked form is in
     ``result``, and the fastest at each batch size in ``result.picks``; a report goes to ``figures/`` in the run folder,
-    and :class:`~lightning_accel.callbacks.Export` writes the file. If no form can be picked, the report and a warning
+    and :class:`~lightning_accel.Export` writes the file. If no form can be picked, the report and a warning
     give the reasons, and the module is kept in float.
 
     Beside ``Export(max_length=...)``, which writes a decoder of text, the forms that validation allows are made of that

@@ -35,8 +35,8 @@ class CompressionReport(L.Callback):
     The rows are the model as trained, compiled, and in bfloat16, each with its latency at batch size 1 and at the
     validation batch size, and with the metrics that ``validation_step`` logs. If training has changed shapes, there is
     a row for the original model too: its latency, which does not depend on the weights, without metrics. A second table
-    lists the remaining parameters of each layer. :class:`~lightning_accel.callbacks.Quantization` and
-    :class:`~lightning_accel.callbacks.Export` report their own results.
+    lists the remaining parameters of each layer. :class:`~lightning_accel.Quantization` and
+    :class:`~lightning_accel.Export` report their own results.
 
     Args:
         module: name of the submodule to measure; by default the one that ``validation_step`` calls.

@@ -24,7 +24,7 @@ _MOST_COLUMNS = 400  # of the figure; beyond that, neighbours are averaged
 
 
 class ExpertLoadMonitor(L.Callback):
-    """Draw the load of each expert over training, for any module with :class:`~lightning_accel.nn.MixtureOfExperts`.
+    """Draw the load of each expert over training, for any module with :class:`~lightning_accel.MixtureOfExperts`.
 
     The figure has a row per expert and a column every ``log_every_n_steps`` optimizer steps. It is written to
     ``filename`` and to every logger that takes images (TensorBoard as ``expert_load``), after each validation and at

@@ -31,7 +31,7 @@ class Samples(NamedTuple):
 
 
 class RBMMonitor(L.Callback):
-    """Draw each restricted Boltzmann machine of a module, any that has :class:`~lightning_accel.nn.RBM`.
+    """Draw each restricted Boltzmann machine of a module, any that has :class:`~lightning_accel.RBM`.
 
     After validation and at the end, a figure of each machine goes to ``rbm_<name>.png`` in ``folder``, by the name of
     its attribute, such as ``rbm_stack.rbms.0.png``, and to every logger that takes images (TensorBoard as

@@ -35,7 +35,7 @@ class ChannelStructure:
     layer loses the same share of its channels, even with ``scope="erk"``, which is a rule for single weights.
 
     Args:
-        criterion: as that of :class:`~lightning_accel.callbacks.Pruning`, like all that follow.
+        criterion: as that of :class:`~lightning_accel.Pruning`, like all that follow.
         scope: ``"layer"`` or ``"global"``.
         exclude: names, patterns or classes.
         target: final share of the channels to remove.

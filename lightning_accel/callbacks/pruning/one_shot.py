@@ -36,20 +36,20 @@ class OneShotPruning(Pruning):
 
     Channels, blocks and experts are removed, which makes files smaller and steps faster without special kernels, but
     changes what the network computes, so let it train on, best beside
-    :class:`~lightning_accel.callbacks.Distillation` with ``teacher="dense"``. Several of these callbacks with different
+    :class:`~lightning_accel.Distillation` with ``teacher="dense"``. Several of these callbacks with different
     such structures remove them in turn, each from what the one before has left: the recipe of Minitron (Muralidharan et
     al. 2024, https://arxiv.org/abs/2407.14679).
 
     The first process prunes a whole copy of the module in its CPU's memory while the others wait; under any strategy
     that has whole copies all get the same weights. To see what it calls, ``validation_step`` of the copy gets training
     batches, read in that process; a stream is read once more. Masks are then kept, and resumed, as by
-    :class:`~lightning_accel.callbacks.Pruning`, whose methods and log this callback has. What ``validation_step`` does
+    :class:`~lightning_accel.Pruning`, whose methods and log this callback has. What ``validation_step`` does
     not call is in ``left_out``.
 
     Args:
         sparsity: share of zeros in each layer, or of what is removed; by default 0.5.
         structure: ``"unstructured"``, or N:M such as ``"2:4"``, which keeps N of M neighbours along a layer's input;
-            ``"channel"`` and ``"width"``, which remove channels as :class:`~lightning_accel.callbacks.Pruning` does,
+            ``"channel"`` and ``"width"``, which remove channels as :class:`~lightning_accel.Pruning` does,
             scored by :func:`~lightning_accel.compress.score_channels_on_data`; ``"block"``, which removes the repeated
             blocks, such as layers of a transformer, that change the least of what passes through them (see
             :func:`~lightning_accel.compress.measure_influence`); ``"expert"``, which removes the experts of mixtures

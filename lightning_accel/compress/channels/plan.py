@@ -314,7 +314,7 @@ def load_pruned(module: Module, checkpoint: str | Path | Mapping[str, Any]) -> M
 
     Args:
         module: module of the same sizes as before training.
-        checkpoint: a file or its content, of a Trainer with :class:`~lightning_accel.callbacks.Pruning` or several, or
+        checkpoint: a file or its content, of a Trainer with :class:`~lightning_accel.Pruning` or several, or
             ``{"channel_plan": plan.state_dict(), "state_dict": module.state_dict()}``. Without a plan, only the weights
             are loaded.
 

@@ -35,7 +35,7 @@ class CachedDecoder(nn.Module):
 
     Args:
         model: a decoder of transformers that returns ``logits``, or a
-            :class:`~lightning_accel.models.MoELanguageModel`; it is shared, not copied.
+            :class:`~lightning_accel.MoELanguageModel`; it is shared, not copied.
         max_length: S, the largest number of tokens of a text, its prompt included.
 
     Raises:

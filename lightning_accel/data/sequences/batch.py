@@ -11,7 +11,7 @@ IGNORED = -100  # target of a step without one, as in torch.nn.functional.cross_
 
 
 class SequenceBatch(NamedTuple):
-    """Hold a padded batch of sequences, as :class:`lightning_accel.models.SequenceModel` takes it.
+    """Hold a padded batch of sequences, as :class:`lightning_accel.SequenceModel` takes it.
 
     ``carried`` is used only in truncated back-propagation through time, where a long sequence spans several batches:
     for each sequence, its index in the previous batch, or -1 where it starts.

@@ -110,7 +110,7 @@ def _random_below(limits: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def digit_splits(task: TaskName, shares: tuple[float, float], seed: int) -> SequenceSplits:
-    """Split the digits as :class:`lightning_accel.data.DigitsDataModule` does with the same shares and seed."""
+    """Split the digits as :class:`lightning_accel.DigitsDataModule` does with the same shares and seed."""
     rows = digit_pixels(rows_at_once=task == "digits_rows", permuted=task == "digits_permuted")
     assert rows.target is not None
     train, val, test = split_in_three(rows.target.numpy(), len(rows), shares, seed, Path("the digits of scikit-learn"))

@@ -58,7 +58,7 @@ def shard_loader(
     mix up to 192 blocks at a time; each epoch takes the blocks, and the rows of each, in another order, which depends
     on ``seed`` and the epoch alone. Every row is taken by one process, once, but for those that do not fill a batch on
     every process, and a run resumed in mid-epoch continues with the next row. If it has another number of processes, or
-    another ``batch_size``, it needs the :class:`~lightning_accel.callbacks.ExactResume` callback, which counts the
+    another ``batch_size``, it needs the :class:`~lightning_accel.ExactResume` callback, which counts the
     Trainer's batches anew. A loop of your own calls ``loader.sampler.set_epoch(epoch)`` before each epoch, as the
     Trainer does, and may keep ``loader.state_dict()``.
 

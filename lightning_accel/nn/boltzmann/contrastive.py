@@ -92,7 +92,7 @@ class _Found(NamedTuple):
 class ContrastiveDivergence:
     """Estimate the gradient of the log-likelihood of an RBM, with samples drawn from the model by Gibbs sampling.
 
-    Calling the object with an :class:`~lightning_accel.nn.RBM` and a batch of data draws samples and returns the gap
+    Calling the object with an :class:`~lightning_accel.RBM` and a batch of data draws samples and returns the gap
     between the mean energies of data and samples: a scalar whose gradient, computed in closed form, is that of
     ``free_energy(data).mean() - free_energy(samples).mean()``. A ``training_step`` can return it like a loss, but its
     value does not measure the quality of the model. For small models, :meth:`train_` processes many mini-batches in

@@ -34,7 +34,8 @@ class RBM(nn.Module):
     """Model visible and hidden units by a restricted Boltzmann machine: p(v, h) proportional to exp(-energy(v, h)).
 
     The energy is energy(v, h) = e(v) - h . (W x + c), with hidden units that are 0 or 1. For Bernoulli
-    visible units, x = v and e(v) = -b . v; for Gaussian ones, x = v / variance and e(v) = |v - b|**2 / (2 variance).
+    visible units, x = v and e(v) = -b . v; for Gaussian ones, x = v / variance and
+    ``e(v) = |v - b|**2 / (2 variance)``.
     Free energies are computed in float32 also under autocast; other products with W use its dtype.
 
     Train it with :class:`lightning_accel.nn.ContrastiveDivergence`.

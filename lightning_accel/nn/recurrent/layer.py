@@ -79,7 +79,7 @@ class Layout(Protocol):
 
 
 class RecurrentLayer(nn.Module):
-    """Run one recurrent layer in one direction, with the options of :class:`lightning_accel.nn.DynamicRNN`.
+    """Run one recurrent layer in one direction, with the options of :class:`lightning_accel.DynamicRNN`.
 
     ``weight_ih`` (G * H, I), ``weight_hh`` (G * H, H), ``bias_ih`` and ``bias_hh`` (G * H,) have the layout of
     ``torch.nn.RNN``, ``GRU`` and ``LSTM``. Scan cells have no ``hh`` parameters; the gates of ``mingru`` are update

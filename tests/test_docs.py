@@ -1,0 +1,214 @@
+"""Every block of code in the README and in the documentation runs.
+
+Words behind the language of a block say how: ``file=NAME`` writes it to a file before the others run, ``continues``
+joins it to the block of Python above, ``slow`` and ``weekly`` mark its test, and ``tested_by=PATH`` names a test that
+runs it.
+"""
+
+import contextlib
+import importlib
+import inspect
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import yaml
+from sklearn.datasets import load_iris
+
+import lightning_accel
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+class Block(NamedTuple):
+    page: str
+    line: int
+    language: str
+    words: list[str]
+    text: str
+
+    def word(self, key: str) -> str | None:
+        """``NAME`` of ``key=NAME``."""
+        return next((word.removeprefix(f"{key}=") for word in self.words if word.startswith(f"{key}=")), None)
+
+
+def blocks_of(path: Path) -> list[Block]:
+    text = path.read_text()
+    page = str(path.relative_to(ROOT))
+    return [
+        Block(page, text[: found.start()].count("\n") + 2, found[1], found[2].split(), found[3])
+        for found in re.finditer(r"^```(\w+)([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    ]
+
+
+BLOCKS = {str(path.relative_to(ROOT)): blocks_of(path) for path in PAGES}
+ALL = [block for blocks in BLOCKS.values() for block in blocks]
+
+
+def scripts_of(blocks: list[Block]) -> list[Block]:
+    """Blocks of Python, those that continue others joined to them."""
+    scripts: list[Block] = []
+    for block in blocks:
+        if block.language == "python" and not block.word("file") and not block.word("tested_by"):
+            if "continues" in block.words:
+                before = scripts.pop()
+                block = before._replace(text=before.text + "\n" + block.text, words=before.words + block.words)
+            scripts.append(block)
+    return scripts
+
+
+def commands_of(page: str) -> list[str]:
+    return [
+        line
+        for block in BLOCKS[page]
+        if block.language == "bash" and not block.word("tested_by")
+        for line in block.text.replace("\\\n", " ").splitlines()
+        if line.startswith("lightning-accel")
+    ]
+
+
+def params(blocks: list[Block]):
+    return [
+        pytest.param(
+            block,
+            id=f"{block.page}:{block.line}",
+            marks=[getattr(pytest.mark, word) for word in ("slow", "weekly") if word in block.words],
+        )
+        for block in blocks
+    ]
+
+
+@pytest.fixture
+def folder(run_folder, monkeypatch):
+    """A folder as the pages suppose it: the configs, and a reader's own tables, sequences, graphs and texts."""
+    shutil.copytree(ROOT / "configs", run_folder / "configs")
+    iris = load_iris(as_frame=True)
+    species = iris.frame.pop("target").map(dict(enumerate(iris.target_names)))
+    flowers = iris.frame.assign(species=species).sample(frac=1, random_state=0)
+    flowers.to_csv(run_folder / "flowers.csv", index=False)
+    flowers.drop(columns="species").head(7).to_csv(run_folder / "new_flowers.csv", index=False)
+    (run_folder / "flowers").mkdir()
+    for part in range(3):
+        flowers[50 * part : 50 * part + 50].to_parquet(run_folder / "flowers" / f"{part}.parquet", row_group_size=5)
+    gestures = [
+        {"values": [[0.1 * step, float(kind)] for step in range(5 + i % 9)], "target": ("rest", "wave")[kind]}
+        for i in range(120)
+        for kind in (0, 1)
+    ]
+    (run_folder / "gestures.jsonl").write_text("\n".join(map(json.dumps, gestures)))
+    molecules = [
+        {"edges": [[i, i + 1] for i in range(3 + size)] + [[0, 2]] * ring, "y": ("chain", "ring")[ring]}
+        for size in range(20)
+        for ring in (0, 1)
+    ]
+    (run_folder / "molecules.jsonl").write_text("\n".join(map(json.dumps, molecules)))
+    (run_folder / "texts").mkdir()
+    tales = "".join(f"Once upon a time there were {i} kings and {i % 7} queens. " for i in range(1000))
+    (run_folder / "texts" / "tales.txt").write_text(tales)
+    monkeypatch.setattr(sys, "path", [str(run_folder), *sys.path])
+    modules = set(sys.modules)
+    yield run_folder
+    for name in set(sys.modules) - modules:
+        if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(run_folder)):
+            del sys.modules[name]
+
+
+def write_files(page: str, folder: Path) -> None:
+    for block in BLOCKS[page]:
+        if name := block.word("file"):
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(block.text)
+
+
+@pytest.mark.parametrize("script", params([script for blocks in BLOCKS.values() for script in scripts_of(blocks)]))
+def test_script_runs(folder, script):
+    write_files(script.page, folder)
+    if "__main__" in script.text:  # it starts processes, which run the file again
+        (folder / "script.py").write_text(script.text)
+        subprocess.run([sys.executable, "script.py"], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        return
+    exec(compile(script.text, f"{script.page}, line {script.line}", "exec"), {"__name__": "documentation"})
+    if "classes.csv" in script.text:
+        (written,) = folder.rglob("classes.csv")
+        assert len(written.read_text().splitlines()) == 101
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in BLOCKS if commands_of(page)])
+def test_commands_run_one_after_the_other(command, folder, page):
+    write_files(page, folder)
+    for line in commands_of(page):
+        if "devices 2" in line or "processes" in line:
+            program = [sys.executable, "-m", "lightning_accel", *shlex.split(line)[1:]]
+            subprocess.run(program, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+            continue
+        with contextlib.redirect_stdout(sys.stderr):  # progress bars
+            result = command(*shlex.split(line, comments=True)[1:])
+        cannot_build = line == "lightning-accel build-ops AVX2" and "no C++ compiler" in result.out
+        assert result.status == 0 or cannot_build, f"{line}\n{result.err}"
+
+
+@pytest.mark.parametrize("block", params([b for b in ALL if b.language == "text" and b.text.startswith("$ ")]))
+def test_message_is_the_message(command, folder, block):
+    line, *said = block.text.splitlines()
+    result = command(*shlex.split(line.removeprefix("$ "))[1:])
+    assert [part for part in said if part not in result.err + result.out] == []
+
+
+@pytest.mark.parametrize("block", params([block for block in ALL if block.language == "yaml"]))
+def test_classes_and_options_of_a_config_exist(block):
+    def check(value):
+        if isinstance(value, dict) and "class_path" in value:
+            module, _, name = value["class_path"].rpartition(".")
+            options = inspect.signature(getattr(importlib.import_module(module), name)).parameters
+            unknown = [option for option in value.get("init_args", {}) if option not in options]
+            assert unknown == [] or any(option.kind is option.VAR_KEYWORD for option in options.values())
+        for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else []:
+            check(one)
+
+    check(yaml.safe_load(block.text))
+
+
+@pytest.mark.parametrize("name", [pytest.param(b.word("tested_by"), id=b.page) for b in ALL if b.word("tested_by")])
+def test_test_that_runs_a_block_exists(name):
+    assert (ROOT / name).exists()
+
+
+def test_each_block_has_a_language_that_is_checked():
+    known = {"python", "bash", "text", "yaml", "cpp", "json"}
+    assert [f"{block.page}:{block.line}" for block in ALL if block.language not in known] == []
+
+
+def test_files_that_the_pages_name_exist():
+    pattern = r"[(`]((?:configs|benchmarks|tests|notebooks|\.ci)/[\w./-]*\w)"
+    named = {(path.name, name) for path in PAGES for name in re.findall(pattern, path.read_text())}
+    assert named
+    assert [one for one in sorted(named) if not (ROOT / one[1]).exists()] == []
+
+
+def test_public_names_have_a_docstring_and_a_place_in_the_reference():
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        packages = importlib.import_module("api_pages").PACKAGES
+    finally:
+        sys.path.remove(str(ROOT / "docs"))
+    folders = {path.parent.name for path in (ROOT / "lightning_accel").glob("*/__init__.py")}
+    assert set(packages) == folders - {"_private"}
+    shown = {name for package in packages for name in importlib.import_module(f"lightning_accel.{package}").__all__}
+    assert set(lightning_accel.__all__) - shown == {"__version__"}
+    undocumented = [
+        f"{package}.{name}"
+        for package in packages
+        for name in importlib.import_module(f"lightning_accel.{package}").__all__
+        if callable(value := getattr(importlib.import_module(f"lightning_accel.{package}"), name))
+        and not (value.__doc__ or "").strip()
+    ]
+    assert undocumented == []
