@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from lightning_accel import __version__
+from lightning_accel.cli.shipped_configs import find_shipped_configs
 
 _HELP = f"""\
 usage: lightning-accel [--version] [--debug] {{fit,validate,test,predict,export,tune,plan,doctor,build-ops}} [options]
@@ -29,7 +30,8 @@ subcommands:
   build-ops    build the native kernels now, not when they are first used: lightning-accel build-ops --help
 
 most used options, after the subcommand:
-  --config FILE              YAML config; repeat it to override one file with the next
+  --config FILE              YAML config, yours or one that comes with the package (moe_digits.yaml); repeat it to
+                             override one file with the next
   --model CLASS              a class of lightning_accel by its name, or yours by its path: my_file.MyModule
   --model.OPTION VALUE       a constructor argument of it; likewise --data CLASS, --data.OPTION VALUE
   --optimizer CLASS, --lr_scheduler CLASS
@@ -57,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments in ([], ["-h"], ["--help"]):
         print(_HELP, end="")
         return 0 if arguments else 2
+    arguments = find_shipped_configs(arguments)
     if is_program:
         from lightning_accel.cli.allocator import restart_with_allocator
 

@@ -21,6 +21,7 @@ from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_accel.cli.shipped_configs import shipped_configs
 from lightning_accel.ops.options import options_of
 
 _TOP_LEVEL = {"config", "data", "lr_interval", "lr_scheduler", "model", "optimizer", "print_config", "seed_everything"}
@@ -72,7 +73,9 @@ def _require_config_file(path: Path) -> None:
         return
     if not path.is_file():
         beside = path.parent.glob("*.y*ml") if path.parent.is_dir() else []
-        raise UsageError(f"no config file {path}{nearest(str(path), map(str, beside))}")
+        others = f"; the package has {', '.join(shipped_configs())}"
+        hint = nearest(str(path), [*map(str, beside), *shipped_configs()])
+        raise UsageError(f"no config file {path}{hint or others}")
     try:
         with path.open() as file:
             content = yaml.load(file, _StrictLoader)
