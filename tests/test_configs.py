@@ -55,6 +55,15 @@ def test_moe_digits_reaches_the_accuracy_it_promises(command, run_folder):
 
 
 @pytest.mark.slow
+def test_moe_lm_quick_reaches_what_it_promises(command, run_folder):
+    path = next(path for path in CONFIGS if path.stem == "moe_lm_quick")
+    result = command("fit", "--config", path)
+    assert result.status == 0, result.err
+    metrics = pd.read_csv(run_folder / "runs/moe_lm_quick/version_0/metrics.csv")
+    assert metrics["val/bits_per_byte"].dropna().iloc[-1] < 3.6
+
+
+@pytest.mark.slow
 @pytest.mark.weekly
 def test_moe_lm_reaches_what_it_promises(command, run_folder):
     path = next(path for path in CONFIGS if path.stem == "moe_lm")

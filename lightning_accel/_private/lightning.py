@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loops.fit_loop import RestartStage
 from lightning.pytorch.plugins import LayerSync, Precision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
@@ -371,3 +371,14 @@ def make_result(
 def ddp_options(strategy: DDPStrategy) -> dict[str, Any]:
     """Return the arguments that ``strategy`` will give to DistributedDataParallel; its constructor alone takes them."""
     return strategy._ddp_kwargs
+
+
+# ---- progress bars
+
+
+def omit_unknown_epochs(trainer: Trainer) -> None:
+    """Leave the last epoch out of the bar of a run that steps or time end, where RichProgressBar writes ``/-2``."""
+    bar = trainer.progress_bar_callback
+    if isinstance(bar, RichProgressBar) and trainer.max_epochs == -1:
+        describe = bar._get_train_description
+        bar._get_train_description = lambda current_epoch: describe(current_epoch).replace("/-2", "")  # type: ignore[method-assign]

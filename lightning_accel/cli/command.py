@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 import lightning_accel.precision
 import lightning_accel.strategies  # noqa: F401  # registers their short names
 from lightning_accel import data, models
-from lightning_accel._private.lightning import leave_subcommand_empty
+from lightning_accel._private.lightning import leave_subcommand_empty, omit_unknown_epochs
 from lightning_accel.callbacks import LowRankAdapters, PredictionWriter, RunReport, Watchdog
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of
 from lightning_accel.cli.checkpoints import Checkpoint, find_checkpoint, resume_run, write_checkpoints_atomically
@@ -283,6 +283,7 @@ class AccelCLI(LightningCLI):
             callbacks.append(PredictionWriter())
         if self.subcommand == "fit":
             callbacks.append(MonitorCheck())
+            omit_unknown_epochs(trainer)
             self._add_run_report(trainer)
         if not any(isinstance(callback, Watchdog) for callback in callbacks):
             callbacks.append(Watchdog())

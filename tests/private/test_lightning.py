@@ -5,7 +5,7 @@ from datetime import timedelta
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -442,3 +442,12 @@ def test_rows_of_the_step_before():
     with private.in_step_before(loop):
         assert loop._batches_that_stepped == 2
     assert loop._batches_that_stepped == 3
+
+
+@pytest.mark.parametrize(("options", "last"), [({"max_steps": 7}, ""), ({"max_epochs": 7}, "/6")])
+def test_the_bar_of_a_run_that_steps_end_names_no_last_epoch(options, last):
+    trainer = L.Trainer(callbacks=[RichProgressBar()], logger=False, **options)
+    bar = trainer.progress_bar_callback
+    bar._trainer = trainer
+    private.omit_unknown_epochs(trainer)
+    assert bar._get_train_description(3).strip() == f"Epoch 3{last}"
