@@ -26,7 +26,8 @@ def finish(axes: Axes, title: str, width: float, height: float, label: str) -> N
 
 def main() -> plt.Figure:
     by_length = sorted(range(len(LENGTHS)), key=lambda row: -LENGTHS[row])
-    figure, grid = plt.subplots(2, 2, figsize=(9.5, 4.2), height_ratios=(5, 2), layout="constrained")
+    figure, grid = plt.subplots(2, 2, figsize=(8, 4.2), height_ratios=(5, 2.4), layout="constrained")
+    figure.get_layout_engine().set(h_pad=0.12)
     padded, staircase, packed, lanes = grid.flat
     for y, (length, colour) in enumerate(zip(LENGTHS, COLOURS, strict=True)):
         for step in range(max(LENGTHS)):

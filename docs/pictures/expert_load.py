@@ -45,7 +45,7 @@ def draw(axes: Axes, title: str, steps: list[int], loads: torch.Tensor) -> AxesI
     extent = (steps[0], steps[-1], number - 0.5, -0.5)
     image = axes.imshow(loads.T, aspect="auto", cmap="cividis", vmin=0, vmax=3, extent=extent, interpolation="nearest")
     busiest = float(loads[-10:].mean(0).max())
-    axes.set_title(f"{title}\nbusiest expert at the end: {busiest:.2f}", fontsize=11)
+    axes.set_title(f"{title}\nbusiest at the end: {busiest:.2f}", fontsize=11)
     axes.set_xlabel("optimizer step")
     axes.grid(visible=False)
     print(title, busiest, float(loads[-10:].mean(0).min()))
@@ -53,7 +53,7 @@ def draw(axes: Axes, title: str, steps: list[int], loads: torch.Tensor) -> AxesI
 
 
 def main(folder: str = "/tmp/expert_load") -> plt.Figure:
-    figure, panels = plt.subplots(1, 3, figsize=(11, 3.3), sharey=True, layout="constrained")
+    figure, panels = plt.subplots(1, 3, figsize=(9, 3.3), sharey=True, layout="constrained")
     for axes, (title, (weight, gate)) in zip(panels, SUBJECTS.items(), strict=True):
         image = draw(axes, title, *train(weight, gate, folder))
     panels[0].set_ylabel("expert")

@@ -38,7 +38,7 @@ def main() -> plt.Figure:
     lengths = np.exp(random.normal(np.log(43), 0.8, NUMBER)).round().astype(int).clip(1, 500)
     order = random.permutation(NUMBER)
     sampler = LengthBatchSampler(lengths, batch_size=BATCH)
-    figure, panels = plt.subplots(2, 1, figsize=(10, 4.6), sharex=True, layout="constrained")
+    figure, panels = plt.subplots(2, 1, figsize=(8, 4), sharex=True, layout="constrained")
     draw(panels[0], lengths, [*order.reshape(-1, BATCH)], "Random order")
     draw(panels[1], lengths, [*map(np.array, sampler)], "LengthBatchSampler")
     panels[1].set_xlabel("time steps that the network runs, one batch after the other")

@@ -22,7 +22,7 @@ def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], colo
 
 
 def main() -> plt.Figure:
-    figure, axes = plt.subplots(figsize=(9.5, 3.6), layout="constrained")
+    figure, axes = plt.subplots(figsize=(8, 3.4), layout="constrained")
     token_y = {token: HEIGHT - 0.7 - 1.4 * i for i, token in enumerate(TOKENS)}
     expert_y = [HEIGHT - 0.35 - 1.15 * e for e in range(EXPERTS)]
     gate_y = token_y["cat"]
