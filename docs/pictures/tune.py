@@ -7,6 +7,7 @@ import matplotlib.pyplot as plt
 from style import BLUE, GREY, save
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-25_tune_foreign_zen5_cpu.md"
+TIMES = "\N{MULTIPLICATION SIGN}"
 NAMES = {
     "augmented_digits": "CNN, augmented images",
     "bert": "BERT, fine-tuning",
@@ -35,12 +36,12 @@ def main() -> None:
     figure, axes = plt.subplots(figsize=(8, 5.2), layout="constrained")
     axes.set_axisbelow(True)
     axes.axvline(float(mean), color=GREY, linewidth=1.2, linestyle="--", zorder=0.5)
-    axes.text(float(mean) + 0.04, -0.95, f"geometric mean {mean}×", color="#555555", va="center")
+    axes.text(float(mean) + 0.04, -0.95, f"geometric mean {mean}{TIMES}", color="#555555", va="center")
     axes.barh(range(len(rows)), [row[0] for row in rows], color=BLUE, height=0.72)
     for place, (value, low, high, _) in enumerate(rows):
         axes.errorbar(value, place, xerr=[[value - low], [high - value]], color="black", capsize=2.5, linewidth=1.2)
         ground = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
-        axes.text(high + 0.06, place, f"{value:.2f}×", va="center", fontweight="bold", bbox=ground)
+        axes.text(high + 0.06, place, f"{value:.2f}{TIMES}", va="center", fontweight="bold", bbox=ground)
     axes.axvline(1, color="black", linewidth=1.2)
     axes.text(0.96, -0.95, "as it was", ha="right", va="center")
     axes.set_yticks(range(len(rows)), [row[3] for row in rows])
