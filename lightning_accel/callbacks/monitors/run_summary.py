@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from lightning_accel.callbacks.watchdog.callback import Finding
 from lightning_accel.measure.step_parts import PART_NAMES
 from lightning_accel.measure.table import Table, in_bytes
-from lightning_accel.ops.extras import require_module
+from lightning_accel.ops.figures import BLUE, new_axes
 from lightning_accel.strategies.checkpoints.atomic import write_atomically
 
 _LEAST_SHARE = 0.005  # of the time, for a row of the table
@@ -95,7 +95,7 @@ class RunSummary:
         """Return the table for a terminal."""
         rows = [(name, f"{spent:.3g} s, {spent / self.seconds:.0%}") for name, spent in self.shown_parts().items()]
         if self.samples_per_s is not None:
-            rows.append(("samples", f"{self.samples_per_s:.4g} a second"))
+            rows.append(("samples", f"{_rate(self.samples_per_s)} a second"))
         share = f"{self.share_of_peak:.1%}" if self.share_of_peak is not None else self.no_share_because or "not known"
         rows.append(("share of peak", share))
         rows.append(("memory", ", ".join(f"{name} {in_bytes(size)}" for name, size in self.memory.items() if size)))
@@ -122,17 +122,20 @@ class RunSummary:
             NotWrittenError: if the disk is full, or may not be written.
         """
         parts = self.shown_parts()
-        figure = require_module("matplotlib.figure").Figure(figsize=(8, 0.9 + 0.3 * len(parts)), layout="constrained")
-        axes = figure.subplots()
-        bars = axes.barh(range(len(parts)), list(parts.values()), color=[f"C{index}" for index in range(len(parts))])
+        figure, (axes,) = new_axes((8, 0.9 + 0.3 * len(parts)))
+        bars = axes.barh(range(len(parts)), list(parts.values()), color=BLUE)
         axes.bar_label(bars, [f"{spent / self.seconds:.0%}" for spent in parts.values()], padding=3)
         axes.set_yticks(range(len(parts)), list(parts))
         axes.invert_yaxis()
         axes.margins(x=0.1)
-        rate = "" if self.samples_per_s is None else f", {self.samples_per_s:.4g} samples a second"
-        axes.set_xlabel(f"seconds of {self.seconds:.3g}{rate}")
+        rate = "" if self.samples_per_s is None else f", {_rate(self.samples_per_s)} samples/s"
+        axes.set_xlabel(f"time, s ({self.seconds:.3g} s in all{rate})")
         with write_atomically(path) as part:
-            figure.savefig(part, dpi=120, format="png")
+            figure.savefig(part, format="png")
+
+
+def _rate(per_s: float) -> str:
+    return f"{per_s:,.0f}" if per_s >= 1000 else f"{per_s:.4g}"
 
 
 def _finite(value: Any) -> Any:
