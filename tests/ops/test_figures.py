@@ -29,6 +29,7 @@ def test_figures_are_drawn_by_agg_in_the_style_and_leave_that_of_others():
     assert not any(axis.spines[side].get_visible() for axis in axes for side in ("top", "right"))
     (line,) = axes[0].plot([0, 1])
     assert line.get_color() == figures.BLUE
+    figure.canvas.draw()
     assert np.asarray(figure.canvas.buffer_rgba()).shape == (450, 600, 4)
     assert np.allclose(figure.get_size_inches(), (4, 3))
 

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 from lightning_accel.callbacks.watchdog.callback import Finding
 from lightning_accel.measure.step_parts import PART_NAMES
 from lightning_accel.measure.table import Table, in_bytes
-from lightning_accel.ops.figures import BLUE, new_axes
+from lightning_accel.ops.figures import BLUE, ORANGE, new_axes
 from lightning_accel.strategies.checkpoints.atomic import write_atomically
 
+_MOST_CURVES = 3  # in the picture
 _LEAST_SHARE = 0.005  # of the time, for a row of the table
 _NAMES = PART_NAMES | {"callbacks": "callbacks and logging", "rest": "the Trainer's loop and start"}
 
@@ -50,6 +51,7 @@ class RunSummary:
         memory: bytes of parameters, gradients, optimizer states, and the peak of the process or its GPU.
         best: of each ModelCheckpoint that has written one.
         metrics: the last values of logged metrics.
+        curves: of each metric of validation that loggers got, the step and the value at each validation.
         health: what a :class:`~lightning_accel.callbacks.Watchdog` has found: kind, training batch and text of each;
             None without one.
         commands: what to do next, to type.
@@ -71,6 +73,7 @@ class RunSummary:
     memory: dict[str, int] = field(default_factory=dict)
     best: list[BestCheckpoint] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     health: list[Finding] | None = None
     commands: list[str] = field(default_factory=list)
 
@@ -133,6 +136,30 @@ class RunSummary:
         with write_atomically(path) as part:
             figure.savefig(part, format="png")
 
+    def draw_curves(self, path: Path) -> None:
+        """Draw the metrics of validation over the steps, with the best checkpoint; nothing if it ran less than twice.
+
+        Raises:
+            ModuleNotFoundError: if matplotlib is not installed.
+            NotWrittenError: if the disk is full, or may not be written.
+        """
+        monitored = {each.monitor: each.value for each in self.best}
+        names = [name for name, curve in self.curves.items() if len(curve) > 1]
+        names = sorted(names, key=lambda name: (name not in monitored, "loss" not in name))[:_MOST_CURVES]
+        if not names:
+            return
+        figure, panels = new_axes((0.5 + 3.5 * len(names), 3), columns=len(names), sharex=True)
+        for axis, name in zip(panels, names, strict=True):
+            axis.plot(*zip(*self.curves[name], strict=True), color=BLUE)
+            axis.set(xlabel="optimizer step", ylabel=name)
+            best = monitored.get(name)
+            if best is not None and math.isfinite(best):
+                place = min(self.curves[name], key=lambda point: abs(point[1] - best))  # has been rounded elsewhere
+                axis.plot(*place, "o", color=ORANGE)
+                axis.set_title(f"best checkpoint: {best:.4g}", fontsize="medium")
+        with write_atomically(path) as part:
+            figure.savefig(part, format="png")
+
 
 def _rate(per_s: float) -> str:
     return f"{per_s:,.0f}" if per_s >= 1000 else f"{per_s:.4g}"
@@ -141,6 +168,6 @@ def _rate(per_s: float) -> str:
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _finite(each) for name, each in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
