@@ -185,7 +185,9 @@ def test_classes_and_options_of_a_config_exist(block):
     check(yaml.safe_load(block.text))
 
 
-@pytest.mark.parametrize("name", [pytest.param(b.word("tested_by"), id=f"{b.page}:{b.line}") for b in ALL if b.word("tested_by")])
+@pytest.mark.parametrize(
+    "name", [pytest.param(b.word("tested_by"), id=f"{b.page}:{b.line}") for b in ALL if b.word("tested_by")]
+)
 def test_test_that_runs_a_block_exists(name):
     assert (ROOT / name).exists()
 

@@ -24,7 +24,8 @@ ROOT = Path(__file__).parents[2]
 def test_tune_finds_what_fit_takes(command, run_folder):
     """Which changes win depends on the machine; on one that is busy, none may."""
     shutil.copytree(ROOT / "configs", run_folder / "configs")
-    run = ("--config", "configs/moe_digits.yaml", "--trainer.max_epochs", "200")
+    longer = ("--trainer.max_epochs", "200", "--lr_scheduler.epochs", "200")
+    run = ("--config", "configs/moe_digits.yaml", *longer)
     done = command("tune", *run, "--budget", "4m")
     assert done.status == 0, done.err
     report = (run_folder / "tuned/report.md").read_text()
