@@ -54,6 +54,7 @@ nb_merge_streams = True
 autodoc_inherit_docstrings = False  # a hook of Lightning's is shown where we say more of it than Lightning does
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
+maximum_signature_line_length = 80
 napoleon_numpy_docstring = False
 copybutton_exclude = ".linenos, .gp, .go"
 copybutton_prompt_text = r"\$ |>>> |\.\.\. "
