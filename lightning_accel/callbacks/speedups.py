@@ -107,6 +107,11 @@ class Speedups(L.Callback):
         RuntimeError: at the beginning of a run, if there is no kernel for ``native_dropout``, ``onednn_matmul`` or
             ``attention="native"``.
         ValueError: if an option is out of range, or contradicts another.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel.callbacks import Speedups
+        >>> trainer = L.Trainer(max_epochs=5, callbacks=[Speedups(threads=4, fused_optimizer=True)])
     """
 
     def __init__(

@@ -168,6 +168,14 @@ class PipelineStrategy(LaunchedStrategy):
     Raises:
         ValueError: if a number does not fit the others.
         TypeError: before a run, if the module has no chain of layers.
+
+    Source: Huang et al. 2019, GPipe, https://arxiv.org/abs/1811.06965; 1F1B: Narayanan et al. 2021, Memory-Efficient
+    Pipeline-Parallel DNN Training, https://arxiv.org/abs/2006.09503.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel import PipelineStrategy
+        >>> trainer = L.Trainer(accelerator="cpu", devices=2, strategy=PipelineStrategy(num_micro_batches=8))
     """
 
     def __init__(

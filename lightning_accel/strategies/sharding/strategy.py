@@ -93,6 +93,14 @@ class FullyShardedStrategy(LaunchedStrategy):
         ValueError: if the options contradict each other; before training, if sizes do not divide the number of
             processes or experts, or a class name matches no submodule.
         TypeError: before training, if the module has sharded its parameters itself.
+
+    Source: Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054, stage 3; Zhao et al. 2023, PyTorch FSDP,
+    https://arxiv.org/abs/2304.11277.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel import FullyShardedStrategy
+        >>> trainer = L.Trainer(accelerator="cpu", devices=2, strategy=FullyShardedStrategy(checkpoints="sharded"))
     """
 
     def __init__(
