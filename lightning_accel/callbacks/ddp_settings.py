@@ -32,7 +32,8 @@ class DDPSettings(L.Callback):
     Example:
         >>> import lightning as L
         >>> from lightning_accel.callbacks import DDPSettings
-        >>> trainer = L.Trainer(accelerator="cpu", devices=2, strategy="ddp", callbacks=[DDPSettings(gradient_as_bucket_view=True)])
+        >>> settings = DDPSettings(gradient_as_bucket_view=True)
+        >>> trainer = L.Trainer(accelerator="cpu", devices=2, strategy="ddp", callbacks=[settings])
     """
 
     def __init__(

@@ -39,7 +39,7 @@ class RestoringEarlyStopping(LightningEarlyStopping):
     was never validated, stays.
 
     Args:
-        monitor: name of the metric.
+        monitor: name of the logged metric, such as ``val/loss``.
         mode: ``min`` if lower values are better, ``max`` if higher values are.
         min_delta: minimum change that counts as an improvement; the best weights ignore it.
         patience: number of checks without improvement after which the run stops.

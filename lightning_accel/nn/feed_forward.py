@@ -14,7 +14,7 @@ class FeedForward(nn.Module):
 
     Args:
         dim: D, width in and out.
-        hidden_dim: H.
+        hidden_dim: H, the width between the two layers.
         activation: ``gelu``, ``gelu_tanh``, ``quick_gelu``, ``relu`` or ``silu``.
         gated: whether the first layer is gated (Shazeer 2020, https://arxiv.org/abs/2002.05202).
         bias: whether both layers have a bias.

@@ -50,7 +50,7 @@ class CausalSelfAttention(nn.Module):
     Rotary positions: Su et al. 2021, https://arxiv.org/abs/2104.09864, eq. 34, feature i paired with i + F / 2.
 
     Args:
-        dim: D.
+        dim: D, the number of features of a token.
         num_heads: M; D / M must be even.
         num_key_value_heads: G, which divides M; by default M.
 
@@ -76,7 +76,7 @@ class CausalSelfAttention(nn.Module):
         """Mix each token with those that it sees.
 
         Args:
-            x: (B, T, D).
+            x: (B, T, D) features of the tokens.
             cache: holds the tokens that ``x`` continues.
             visible: tokens of the cache and of ``x`` that each one of ``x`` sees, (B, 1, T, S) bool; by default itself
                 and all before it.
@@ -161,8 +161,8 @@ class TransformerBlock(nn.Module):
     """Apply attention and a feed-forward layer, each with RMSNorm before it and a residual connection.
 
     Args:
-        dim: D.
-        num_heads: M.
+        dim: D, the number of features of a token.
+        num_heads: M, the number of heads.
         feed_forward: module that maps (B, T, D) to the same shape; or a :class:`~lightning_accel.MixtureOfExperts`.
         dropout: dropout probability of the output of each of the two layers.
         num_key_value_heads: G, see :class:`CausalSelfAttention`.

@@ -31,7 +31,7 @@ class AccelDDPStrategy(LaunchedStrategy):
 
     Args:
         compression: dtype in which gradients are sent; prefer ``bf16``.
-        timeout: time limit of each collective.
+        timeout: time limit of each collective, a ``datetime.timedelta``.
         start_method: how Lightning starts the processes.
 
     Raises:

@@ -52,6 +52,10 @@ def convert_sync_batchnorm_(module: nn.Module, group: dist.ProcessGroup | None =
     Each training forward pass is one all_gather of (2 C + 1) numbers, each backward pass one all_reduce of (2 C), so
     every process must run the layers in the same order. Statistics are float32 at least. In evaluation nothing is sent.
 
+    Args:
+        module: module whose layers are changed in place.
+        group: processes that synchronize.
+
     Returns:
         The names of the layers.
 
@@ -87,6 +91,9 @@ def convert_sync_batchnorm_(module: nn.Module, group: dist.ProcessGroup | None =
 
 def revert_sync_batchnorm_(module: nn.Module) -> list[str]:
     """Turn the layers that :func:`convert_sync_batchnorm_` changed back into plain BatchNorm; return their names.
+
+    Args:
+        module: module whose layers are changed in place.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))

@@ -41,6 +41,10 @@ class SequenceLayout:
         id_column: column with the id of a row's sequence, or field with the id of a line.
         step_column: column of numbers or dates that orders the rows of a sequence; None for the order of the file.
         shards: how a folder of files is read.
+
+    Example:
+        >>> from lightning_accel import SequenceDataModule
+        >>> data = SequenceDataModule("gestures.jsonl", layout=SequenceLayout(target="label"))  # doctest: +SKIP
     """
 
     target_kind: TargetKind = "classification"

@@ -42,7 +42,7 @@ class RBM(nn.Module):
 
     Args:
         num_visible: V, not counting labels.
-        num_hidden: H.
+        num_hidden: H, the number of hidden units.
         visible: ``bernoulli`` (0, 1, or probabilities), or ``gaussian`` (real, standardised).
         num_labels: number of one-hot units appended to the visible ones for the sample's class.
         learn_variance: whether to learn the variances of Gaussian units; else they are 1.
@@ -108,7 +108,7 @@ class RBM(nn.Module):
         """Require that the visible units support the data; waits for the device.
 
         Args:
-            visible: (B, V).
+            visible: (B, V) states of the visible units.
             all_rows: whether ``visible`` is the whole data set. Constant columns are an error for Gaussian units then;
                 in a batch, columns may be constant by chance.
 

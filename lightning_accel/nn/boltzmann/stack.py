@@ -270,7 +270,7 @@ class RBMStack(nn.Module):
         the log-probability itself; with a tied second layer all draws are equal.
 
         Args:
-            visible: (B, V).
+            visible: (B, V) states of the visible units.
             log_z: log partition function of the top RBM, ``stack.top.log_z(...)``.
             labels: (B,) integers for log p(visible, label); those of -100, by default all, are summed over.
             num_samples: number of draws per sample.
@@ -317,7 +317,7 @@ class RBMStack(nn.Module):
         posterior. With labels and without ``clamp`` it is exact in the limit.
 
         Args:
-            num_samples: B.
+            num_samples: B, the number of samples to draw.
             steps: Gibbs steps.
             clamp: (V,) or (B, V), values to hold; NaN where units are free.
             labels: (B,) integers: the class of each sample.

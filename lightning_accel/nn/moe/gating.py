@@ -65,9 +65,9 @@ class TopKGate(nn.Module):
       error.
 
     Args:
-        dim: D.
-        num_experts: E.
-        k: K.
+        dim: D, the number of features of a token.
+        num_experts: E, the number of experts.
+        k: K, the number of experts for each token.
         score: ``softmax`` or ``sigmoid``.
         normalize: rescale the weights of a token to sum to 1; by default if ``k`` is above 1. With ``k=1`` the single
             weight would be the constant 1, and the gate would get no gradient from the task.
@@ -204,8 +204,8 @@ class ExpertChoiceGate(nn.Module):
     models that generate a sequence, as the choice depends on later tokens.
 
     Args:
-        dim: D.
-        num_experts: E.
+        dim: D, the number of features of a token.
+        num_experts: E, the number of experts.
         k: K, mean number of experts per token.
 
     Raises:

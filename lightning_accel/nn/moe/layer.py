@@ -86,8 +86,8 @@ class MixtureOfExperts(nn.Module):
         dim: D, width in and out.
         hidden_dim: H of each expert. Many narrow experts with a larger ``k`` ("fine-grained") cost no more than few
             wide ones.
-        num_experts: E.
-        k: K.
+        num_experts: E, the number of experts.
+        k: K, the number of experts for each token.
         activation: ``gelu``, ``gelu_tanh`` (as GPT-2 approximates it), ``quick_gelu`` (as CLIP), ``relu`` or ``silu``.
         gated: whether the first layer of an expert is gated; ``silu`` and gated is SwiGLU.
         bias: whether the layers of the experts have biases.
@@ -202,8 +202,8 @@ class MixtureOfExperts(nn.Module):
             mlp: a :class:`~lightning_accel.nn.FeedForward`, or a module whose only linear layers are two, or three of
                 which one is a gate, with one activation, such as an ``nn.Sequential`` or the perceptron of Llama; or
                 its weights.
-            num_experts: E.
-            k: K.
+            num_experts: E, the number of experts.
+            k: K, the number of experts for each token.
             granularity: G, number of experts that share the H hidden units of one copy, H / G each. A token visits
                 K / G copies at first, all of their experts, whose rows of the gate are equal then; training tells them
                 apart. Outputs are equal while scores of copies differ: sigmoids of large values may not. With

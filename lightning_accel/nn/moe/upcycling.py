@@ -16,7 +16,7 @@ class MixtureMLP(nn.Module):
     :class:`lightning_accel.callbacks.ExpertLosses` adds the losses of its gate to those of training.
 
     Args:
-        mixture: the mixture.
+        mixture: the mixture of experts to apply.
         dropout: probability at which features are dropped in training.
     """
 
@@ -48,8 +48,8 @@ def replace_mlps_(
     the network is made, before optimizers and strategies see it; names of parameters change.
 
     Args:
-        module: changed in place.
-        num_experts: of each mixture.
+        module: network whose perceptrons are replaced, in place.
+        num_experts: number of experts of each mixture.
         k: experts of each token.
         layers: numbers of the perceptrons to replace, in their order; all by default. Every second one is usual.
         granularity: number of narrow experts that a copy is split into; with ``k=granularity`` a token costs what it

@@ -33,7 +33,7 @@ class AdaptiveComputation(nn.Module):
         cell: ``cell(x (b, I + 1), state) -> state`` for any batch size b, e.g. ``nn.GRUCell(I + 1, H)`` or
             ``nn.LSTMCell``; the last column of its input is 1 in the first step and 0 later. A state is (b, H), or a
             tuple whose first entry is (b, H).
-        hidden_size: H.
+        hidden_size: H, the width of the state.
         max_steps: largest number of steps per sample.
         epsilon: samples halt when the sum of probabilities reaches 1 - epsilon, so one step can suffice.
 

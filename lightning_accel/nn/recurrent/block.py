@@ -26,7 +26,7 @@ class RecurrentBlock(nn.Module):
 
     Args:
         rnn: one layer; if its pooling is not "none", the block returns the pooled vector, to which x is not added.
-        input_size: I.
+        input_size: I, the number of features of a step.
         dropout: dropout probability of the input.
         residual: whether to normalise and to add as above; needs I equal to D * H.
         conv_kernel: K of the :class:`CausalConvolution`, which needs ``residual``; 0 for none.

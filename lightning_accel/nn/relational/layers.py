@@ -57,7 +57,7 @@ class RelationalOrder3Pooling(nn.Module):
     Args:
         in_channels: F; -1 to infer it from the first input.
         out_channels: number of output features.
-        rank: R.
+        rank: R, the number of channels in which triples are summed.
         types: types of subsets, without duplicates.
         edge_dim: number of features of a floating ``edge_attr``.
         num_relations: number of edge types of an int64 ``edge_attr``.
@@ -103,7 +103,7 @@ class RelationalOrder3Pooling(nn.Module):
         """Pool ``x`` (N, F) to (B, out_channels).
 
         Args:
-            x: (N, F).
+            x: (N, F) features of the nodes.
             edge_index: (2, M) int64.
             edge_attr: (M, edge_dim) floating with ``edge_dim``, or (M,) int64 with ``num_relations``.
             batch: (N,) int64, the graph of each node; None for a single graph.
@@ -226,7 +226,7 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
         """Map ``x`` (N, F) to (N, out_channels).
 
         Args:
-            x: (N, F).
+            x: (N, F) features of the nodes.
             edge_index: (2, M) int64.
             edge_attr: (M, edge_dim) floating with ``edge_dim``, or (M,) int64 with ``num_relations``.
             triples: edges and triangles of the same graph, if they have been computed before.

@@ -162,7 +162,7 @@ class PipelineStrategy(LaunchedStrategy):
             as possible, by the time of the layers in a forward pass of the module's ``example_input_array``, or, if it
             has none, by their parameters.
         data_parallel_size: number of pipelines that train on different batches; gradients are averaged once a step.
-        timeout: time limit of collectives.
+        timeout: time limit of each collective, a ``datetime.timedelta``.
         start_method: how Lightning starts processes: ``popen``, or ``spawn`` and ``fork`` (notebooks).
 
     Raises:

@@ -26,6 +26,9 @@ def find_experts(module: nn.Module) -> dict[str, nn.Module]:
     A slot is the assignment of a token to an expert; slots (S,) are sorted by expert, and ``counts`` (E,) int64 holds
     the number of slots of each expert; slots past ``counts.sum()`` are not computed.
 
+    Args:
+        module: module to search.
+
     Example:
         >>> from lightning_accel import MixtureOfExperts
         >>> list(find_experts(nn.Sequential(nn.Linear(4, 8), MixtureOfExperts(8, 16, num_experts=4))))

@@ -86,7 +86,7 @@ class FullyShardedStrategy(LaunchedStrategy):
         cpu_offload: keep parameters, gradients and optimizer states in the memory of the host.
         checkpoints: ``whole``: one file, which loads on one device, and resumes on any number of processes;
             ``sharded``: a folder to which each process writes its shard, which also resumes on any number.
-        timeout: time limit of a collective operation.
+        timeout: time limit of each collective, a ``datetime.timedelta``.
         start_method: how Lightning starts processes: ``popen``, or ``spawn`` and ``fork`` (notebooks).
 
     Raises:
