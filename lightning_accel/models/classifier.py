@@ -1,7 +1,7 @@
 """A convolutional classifier, or a plain perceptron. Shapes: B samples, C classes."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
@@ -77,6 +77,10 @@ class Classifier(L.LightningModule):
         self.make_optimizer = optimizer
         self.val_accuracy: Metric = MulticlassAccuracy(num_classes, average="micro")
         self.test_accuracy: Metric = MulticlassAccuracy(num_classes, average="micro")
+
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(self, x: Tensor) -> Tensor: ...
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute logits (B, C) of ``x``.

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -287,6 +287,10 @@ class MoELanguageModel(SizedModel):
         """Return the layers in the order in which ``forward`` calls them, for strategies that split them."""
         assert self.embedding is not None
         return [self.embedding, *self.blocks, self.norm, self.head]
+
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(self, tokens: Tensor, caches: Sequence[KeyValueCache] | None = None) -> LanguageModelOutput: ...
 
     def forward(self, tokens: Tensor, caches: Sequence[KeyValueCache] | None = None) -> LanguageModelOutput:
         """Score what follows each of ``tokens`` (B, T) int64, which continue those that ``caches`` hold."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from operator import index
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -161,6 +161,10 @@ class MoEClassifier(SizedModel):
         assert self.encoder is not None
         assert self.head is not None
         return [self.encoder, self.norm, self.mixture, self.dropout, self.head]
+
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(self, x: Tensor) -> ClassifierOutput: ...
 
     def forward(self, x: Tensor) -> ClassifierOutput:
         """Score samples ``x`` (B, ...)."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from operator import index
-from typing import Any, ClassVar, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
 
 import torch
 from lightning.pytorch.cli import OptimizerCallable
@@ -291,6 +291,18 @@ class RelationalGNN(SupervisedModel):
         assert self.layers is not None
         readout = [] if self.readout is None else [self.readout]
         return [self.layers.encoder, *self.layers.blocks, *readout, self.head]
+
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(
+            self,
+            x: Tensor,
+            edge_index: Tensor,
+            edge_attr: Tensor | None = None,
+            batch: Tensor | None = None,
+            size: int | None = None,
+            triangle_index: Tensor | None = None,
+        ) -> Tensor: ...
 
     def forward(
         self,

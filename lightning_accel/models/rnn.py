@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import lightning as L
 import torch
@@ -305,6 +305,10 @@ class SequenceModel(SupervisedModel):
         """Return the layers in the order in which ``forward`` calls them, for strategies that split them."""
         assert self.head is not None
         return [self.encoder, *self.blocks, self.norm, self.dropout, self.head]
+
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(self, x: Tensor, lengths: Tensor | None = None, state: States | None = None) -> SequenceOutput: ...
 
     def forward(self, x: Tensor, lengths: Tensor | None = None, state: States | None = None) -> SequenceOutput:
         """Score ``x`` (B, T, F) or (B, T) of ``lengths`` (B,), on any device, continuing from ``state``."""

@@ -1,5 +1,7 @@
 """The two-layer perceptron of a transformer. Shapes: D features, H hidden features."""
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 
 from lightning_accel.nn.features import require_floating, require_width
@@ -32,6 +34,10 @@ class FeedForward(nn.Module):
         self.gated = gated
         self.up = nn.Linear(dim, (1 + gated) * hidden_dim, bias)
         self.down = nn.Linear(hidden_dim, dim, bias)
+
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(self, x: Tensor) -> Tensor: ...
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``x`` (..., D) to the same shape."""

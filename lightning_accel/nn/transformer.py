@@ -3,7 +3,7 @@
 Further: M heads of queries, G heads of keys and values, F features per head.
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -71,6 +71,10 @@ class CausalSelfAttention(nn.Module):
         self.queries_per_key = num_heads // groups
         self.query_key_value = nn.Linear(dim, (num_heads + 2 * groups) * self.head_dim, bias=False)
         self.out = nn.Linear(dim, dim, bias=False)
+
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(self, x: Tensor, cache: KeyValueCache | None = None, visible: Tensor | None = None) -> Tensor: ...
 
     def forward(self, x: Tensor, cache: KeyValueCache | None = None, visible: Tensor | None = None) -> Tensor:
         """Mix each token with those that it sees.
@@ -182,6 +186,12 @@ class TransformerBlock(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(dim)
         self.feed_forward = feed_forward
         self.dropout = nn.Dropout(dropout)
+
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(
+            self, x: Tensor, cache: KeyValueCache | None = None, visible: Tensor | None = None
+        ) -> BlockOutput: ...
 
     def forward(self, x: Tensor, cache: KeyValueCache | None = None, visible: Tensor | None = None) -> BlockOutput:
         """Map ``x`` (B, T, D) to the same shape; for ``cache`` and ``visible`` see :class:`CausalSelfAttention`."""

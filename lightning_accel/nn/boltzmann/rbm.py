@@ -1,6 +1,6 @@
 """Restricted Boltzmann machines. Shapes: B batch size, V visible units, H hidden units."""
 
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -144,6 +144,10 @@ class RBM(nn.Module):
         """Compute the visible units' activation h W + b from ``hidden`` (B, H): (B, V), float32 or wider."""
         self._require_hidden(hidden)
         return at_least_float32(hidden.to(self.weight.dtype) @ self.weight) + self.visible_bias
+
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(self, visible: Tensor) -> Tensor: ...
 
     def forward(self, visible: Tensor) -> Tensor:
         """Compute the means (B, H) of the hidden units given ``visible`` (B, V)."""

@@ -8,7 +8,7 @@ approximate.
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -187,6 +187,10 @@ class RBMStack(nn.Module):
         for layer in range(self._num_layers(num_layers)):
             visible = self.activation(layer, visible).sigmoid()
         return visible
+
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(self, visible: Tensor) -> Tensor: ...
 
     def forward(self, visible: Tensor) -> Tensor:
         """Compute the means of the top hidden units given ``visible`` (B, V)."""

@@ -8,7 +8,7 @@ whose choice for a token depends on later tokens has an attribute ``causal = Fal
 import math
 import warnings
 from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -119,6 +119,10 @@ class TopKGate(nn.Module):
         for buffer in self.buffers():
             buffer.zero_()
 
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(self, x: Tensor, mask: Tensor | None = None) -> Routing: ...
+
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Routing:
         """Route tokens ``x`` (N, D) of any floating dtype; tokens where ``mask`` (N,) is False visit no expert.
 
@@ -225,6 +229,10 @@ class ExpertChoiceGate(nn.Module):
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=1 / math.sqrt(self.weight.shape[1]))
+
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(self, x: Tensor, mask: Tensor | None = None) -> Routing: ...
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Routing:
         """Route tokens ``x`` (N, D) of any floating dtype; tokens where ``mask`` (N,) is False are not chosen."""

@@ -6,7 +6,7 @@ Shapes: N tokens, D features, H hidden features, E experts, K experts per token,
 import math
 import re
 from collections.abc import Mapping
-from typing import Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,10 @@ class Experts(nn.Module):
             nn.init.uniform_(weight, -bound, bound)
             if bias is not None:
                 nn.init.uniform_(bias, -bound, bound)
+
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(self, tokens: Tensor, token_of_slot: Tensor, weight_of_slot: Tensor, counts: Tensor) -> Tensor: ...
 
     def forward(self, tokens: Tensor, token_of_slot: Tensor, weight_of_slot: Tensor, counts: Tensor) -> Tensor:
         """Sum the weighted outputs of each token's experts; tokens (N, D), slots (S,) sorted by expert, counts (E,)."""
@@ -131,6 +135,10 @@ class MixtureOfExperts(nn.Module):
         self.gate = gate(dim, num_experts, k)
         self.experts = Experts(dim, hidden_dim, num_experts, activation, gated, bias)
         self.shared = FeedForward(dim, shared_dim, activation, gated, bias) if shared_dim else None
+
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(self, x: Tensor, mask: Tensor | None = None) -> MixtureOutput: ...
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> MixtureOutput:
         """Map ``x`` (..., D), in the dtype of the experts, to the weighted sum of the outputs of each token's experts.

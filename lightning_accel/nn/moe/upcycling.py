@@ -1,6 +1,7 @@
 """Mixtures of experts in the place of perceptrons of any network."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,10 @@ class MixtureMLP(nn.Module):
         super().__init__()
         self.mixture = mixture
         self.dropout = nn.Dropout(dropout)
+
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(self, x: Tensor) -> Tensor: ...
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``x`` (..., D) to the same shape."""

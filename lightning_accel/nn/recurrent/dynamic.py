@@ -4,7 +4,7 @@ Shapes: B samples, T steps, I inputs, H hidden, L layers, D directions.
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
@@ -149,6 +149,12 @@ class DynamicRNN(nn.Module):
                     theirs = getattr(module, name + suffix)
                     parameter.copy_(theirs).requires_grad_(theirs.requires_grad)
         return made.train(module.training)
+
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(
+            self, x: Sequences, lengths: Tensor | Sequence[int] | None = None, state: State | None = None
+        ) -> RecurrentOutput: ...
 
     def forward(
         self, x: Sequences, lengths: Tensor | Sequence[int] | None = None, state: State | None = None

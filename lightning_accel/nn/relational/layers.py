@@ -1,7 +1,7 @@
 """Graph layers over triples of nodes. Shapes: N nodes, B graphs, M entries of edge_index, F features, R channels."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +90,18 @@ class RelationalOrder3Pooling(nn.Module):
     def reset_parameters(self) -> None:
         self.terms.reset_parameters()
         self.out.reset_parameters()
+
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(
+            self,
+            x: Tensor,
+            edge_index: Tensor,
+            edge_attr: Tensor | None = None,
+            batch: Tensor | None = None,
+            size: int | None = None,
+            triples: Triples | None = None,
+        ) -> Tensor: ...
 
     def forward(
         self,
@@ -219,6 +231,12 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
         for layer in (self.maps, self.joined, self.out, self.edge_weights):
             if layer is not None:
                 layer.reset_parameters()
+
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(
+            self, x: Tensor, edge_index: Tensor, edge_attr: Tensor | None = None, triples: Triples | None = None
+        ) -> Tensor: ...
 
     def forward(
         self, x: Tensor, edge_index: Tensor, edge_attr: Tensor | None = None, triples: Triples | None = None
