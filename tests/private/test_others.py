@@ -1,4 +1,4 @@
-"""Private names of argparse, torchmetrics, PyTorch Geometric and transformers, each of which does what its function says."""
+"""Private names of argparse, torchmetrics, PyTorch Geometric and transformers do what their functions say."""
 
 import warnings
 from argparse import ArgumentParser

@@ -214,7 +214,7 @@ class TabularDataModule(InMemoryDataModule):
             return
         assert isinstance(self.path, Path)
         table = self._read(self.path, [self.target, *self.categorical])
-        require_columns(table, [self.target, *self.categorical, *self.exclude], self.path)
+        require_columns(table, [self.target, *self.categorical, *self.exclude], self.path, [self.target])
         if self.csv.unlabeled:
             labels, self.class_names = read_known_classes(table[self.target], self.path, A_QUANTITY)
         else:
