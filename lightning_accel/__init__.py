@@ -6,7 +6,7 @@ those of ``__init__.pyi``, which type checkers read; all others are found in the
 
 from pathlib import Path
 
-from lightning_accel._lazy import lazy_getattr, names_in
+from lightning_accel._lazy import lazy_getattr, names_in, public_dir
 
 __version__ = "0.1.0"
 
@@ -33,7 +33,4 @@ _MOVED = {
 
 __all__ = sorted([*_MODULE_OF, "__version__"])
 __getattr__ = lazy_getattr(__name__, _MODULE_OF, _MOVED)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULE_OF})
+__dir__ = public_dir(__all__, globals())

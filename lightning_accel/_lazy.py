@@ -3,7 +3,7 @@
 import ast
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -13,6 +13,23 @@ def names_in(stub: Path) -> dict[str, str]:
     """Return the module of each name that a stub file imports by ``from module import name as name``."""
     imports = [node for node in ast.parse(stub.read_text()).body if isinstance(node, ast.ImportFrom)]
     return {alias.name: str(node.module) for node in imports for alias in node.names}
+
+
+def public_dir(public: Iterable[str], module: Mapping[str, object]) -> Callable[[], list[str]]:
+    """Return the ``__dir__`` of a package, which shows public names, packages and attributes of the language alone.
+
+    Args:
+        public: its ``__all__``.
+        module: its ``globals()``.
+    """
+
+    def __dir__() -> list[str]:
+        package = module["__name__"]
+        inner = {name for name, value in module.items() if getattr(value, "__name__", "") == f"{package}.{name}"}
+        own = {name for name in module if name.startswith("__") and name.endswith("__")}
+        return sorted({*public, *own, *(name for name in inner if not name.startswith("_"))})
+
+    return __dir__
 
 
 def lazy_getattr(

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -87,6 +88,17 @@ def test_public_names_resolve_lazily():
         assert name in dir(lightning_accel)
     with pytest.raises(AttributeError, match=r"no attribute 'MoEClasifier'\. Did you mean MoEClassifier"):
         _ = lightning_accel.MoEClasifier
+
+
+def test_dir_shows_public_names_alone():
+    packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    for name in ("", ".callbacks", ".data", ".models", ".precision", ".strategies"):
+        module = importlib.import_module(f"lightning_accel{name}")
+        names = {one for one in dir(module) if not re.fullmatch("__.*__", one)}
+        assert names >= {*module.__all__} - {"__version__"}
+        more = names - {*module.__all__}
+        assert more <= packages if not name else all(inspect.ismodule(getattr(module, one)) for one in more)
+        assert not [one for one in names if one.startswith("_")]
 
 
 def test_names_that_moved_into_their_packages_warn():

@@ -12,6 +12,7 @@ OVERRIDDEN = {
     "callbacks.resume.logged_state._AtomicWriter._rewrite_with_new_header": "the only step of a save that loses rows",
     "cli.command.AccelCLI._parse_ckpt_path": "LightningCLI offers no hook between a checkpoint's values and the parser",
     "cli.command.AccelCLI._prepare_subcommand_parser": "the only place that fills the parser of one subcommand alone",
+    "cli.help_text.HelpText._expand_help": "the place where argparse's own formatters complete the text of an option",
     "nn.recurrent.layer.RecurrentLayer._apply": "as of torch.nn.RNNBase, whose weights move into one piece of memory",
     "planning.simulated_group.SimulatedGroup._allgather_base": "torch before 2.13 calls it by this name",
     "planning.simulated_group.SimulatedGroup._reduce_scatter_base": "torch before 2.13 calls it by this name",

@@ -1,5 +1,7 @@
-"""Private names of torchmetrics, PyTorch Geometric and transformers that the package stands on."""
+"""Private names of argparse, torchmetrics, PyTorch Geometric and transformers that the package stands on."""
 
+from argparse import ArgumentParser
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -35,3 +37,29 @@ def has_grouped_experts(model: Any) -> bool:
     """Return whether a model of transformers computes its experts by grouped products; old ones have no getter."""
     found: object = getattr(getattr(model, "config", None), "_experts_implementation", None)
     return found == "grouped_mm"
+
+
+def set_help(parser: ArgumentParser, dest: str, text: str) -> None:
+    """Set the help of an option that another library has added; argparse has no public list of a parser's options."""
+    for action in parser._actions:
+        if action.dest == dest:
+            action.help = text
+
+
+def arrange_options(parser: ArgumentParser, sections: Mapping[str, Sequence[str]], rest: str) -> None:
+    """Replace the groups of a parser's options, which are public only when an option is added.
+
+    Args:
+        parser: the parser.
+        sections: the names of the options of each section of its help, such as ``trainer.devices``, in order.
+        rest: title of a last section, of all other options.
+    """
+    options = {action.dest.removesuffix(".help"): [] for action in parser._actions}  # type: dict[str, list[Any]]
+    for action in parser._actions:
+        options[action.dest.removesuffix(".help")].append(action)
+    parser._action_groups.clear()
+    for title, names in sections.items():
+        found = [action for name in names for action in options.pop(name, ())]
+        if found:
+            parser.add_argument_group(title)._group_actions += found
+    parser.add_argument_group(rest)._group_actions += [action for actions in options.values() for action in actions]

@@ -1,5 +1,6 @@
 """Callbacks for any LightningModule."""
 
+from lightning_accel._lazy import public_dir
 from lightning_accel.callbacks.adapters import LowRankAdapters
 from lightning_accel.callbacks.batching import Batching
 from lightning_accel.callbacks.ddp_settings import DDPSettings
@@ -51,3 +52,4 @@ __all__ = [
     "Watchdog",
     "WeightedAccumulation",
 ]
+__dir__ = public_dir(__all__, globals())

@@ -90,6 +90,14 @@ class LowRankAdapters(L.Callback):
             which change the frozen weights, under FSDP1, DeepSpeed and ModelParallelStrategy, and for experts under
             ``accel_expert_parallel``.
         ModuleNotFoundError: before training, if peft or bitsandbytes is missing.
+
+    Source: Hu et al. 2021, LoRA, https://arxiv.org/abs/2106.09685; ``nf4``: Dettmers et al. 2023, QLoRA,
+    https://arxiv.org/abs/2305.14314.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel.callbacks import LowRankAdapters
+        >>> trainer = L.Trainer(max_epochs=5, callbacks=[LowRankAdapters(rank=16, include="*.q_proj", train="head")])
     """
 
     def __init__(

@@ -77,6 +77,11 @@ class Batching(L.Callback):
     Source: linear: Goyal et al. 2017, Accurate, Large Minibatch SGD, https://arxiv.org/abs/1706.02677, section 2.1.
     Square root: Malladi et al. 2022, On the SDEs and Scaling Rules for Adaptive Gradient Algorithms,
     https://arxiv.org/abs/2205.10287.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel.callbacks import Batching
+        >>> trainer = L.Trainer(max_epochs=5, callbacks=[Batching(batch_size_factor=4)])
     """
 
     def __init__(

@@ -28,6 +28,12 @@ class DDPSettings(L.Callback):
     Raises:
         TypeError: before training, if the strategy is not DDP, or is ``accel_ddp``, whose parameters may go unused, for
             options other than sizes and views of buckets.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel.callbacks import DDPSettings
+        >>> settings = DDPSettings(gradient_as_bucket_view=True)
+        >>> trainer = L.Trainer(accelerator="cpu", devices=2, strategy="ddp", callbacks=[settings])
     """
 
     def __init__(

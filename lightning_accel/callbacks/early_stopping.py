@@ -39,7 +39,7 @@ class RestoringEarlyStopping(LightningEarlyStopping):
     was never validated, stays.
 
     Args:
-        monitor: name of the metric.
+        monitor: name of the logged metric, such as ``val/loss``.
         mode: ``min`` if lower values are better, ``max`` if higher values are.
         min_delta: minimum change that counts as an improvement; the best weights ignore it.
         patience: number of checks without improvement after which the run stops.
@@ -61,6 +61,11 @@ class RestoringEarlyStopping(LightningEarlyStopping):
         ValueError: if an argument is out of range; before training, if two of these callbacks would restore weights, or
             the metric would never be checked; at the first check, or already in the sanity check, if it is not logged
             or not a single number.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel import RestoringEarlyStopping
+        >>> trainer = L.Trainer(max_epochs=100, callbacks=[RestoringEarlyStopping("val/loss", patience=5)])
     """
 
     def __init__(

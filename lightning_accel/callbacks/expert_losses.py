@@ -30,6 +30,11 @@ class ExpertLosses(L.Callback):
         ValueError: if a weight is negative.
         TypeError: before training, if there is no mixture, the module adds the losses itself or optimizes by hand, or
             a pipeline runs its layers; in the first step, if it returns something without a loss.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel.callbacks import ExpertLosses
+        >>> trainer = L.Trainer(max_epochs=5, callbacks=[ExpertLosses(balance_weight=0.02)])
     """
 
     def __init__(self, balance_weight: float = 0.01, z_weight: float = 0.001) -> None:

@@ -45,6 +45,14 @@ class MemorySavings(L.Callback):
             step, if a batch cannot be split.
         ValueError: before training, if batch norms would see other batches, there are no repeated blocks, or there is
             no GPU for ``activation_offload``.
+
+    Source: activation checkpointing: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost,
+    https://arxiv.org/abs/1604.06174.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel.callbacks import MemorySavings
+        >>> trainer = L.Trainer(max_epochs=5, callbacks=[MemorySavings(micro_batches=4, activation_checkpointing=True)])
     """
 
     def __init__(

@@ -45,6 +45,11 @@ class PredictionWriter(BasePredictionWriter):
             if there was no batch.
         ValueError: at the first batch, if it did not return one value for each sample, or two columns of one name. At
             the end, if the batches of a loader do not all have the same columns.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel import PredictionWriter
+        >>> trainer = L.Trainer(callbacks=[PredictionWriter("new_flowers.csv")])  # for trainer.predict
     """
 
     def __init__(self, filename: str = "predictions.csv") -> None:

@@ -89,6 +89,8 @@ class Speedups(L.Callback):
         compile: compile the ``children`` of the LightningModule, or its repeated ``blocks``, with torch.compile.
         compile_mode: of torch.compile: ``reduce-overhead`` starts the kernels of a GPU as one graph, and
             ``max-autotune`` also measures several kernels for each matrix product, which takes long.
+        compile_dynamic: compile for sizes that change from batch to batch from the start, in place of once for the
+            sizes of the first batch and again when others come.
         matmul_precision: of float32 matrix products: ``high`` (TF32 on CUDA) or ``medium`` (also bfloat16 on CPUs with
             AMX).
         onednn_matmul: compute float32 matrix products on the CPU by oneDNN in place of MKL until the run ends: twice as
@@ -107,6 +109,11 @@ class Speedups(L.Callback):
         RuntimeError: at the beginning of a run, if there is no kernel for ``native_dropout``, ``onednn_matmul`` or
             ``attention="native"``.
         ValueError: if an option is out of range, or contradicts another.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel.callbacks import Speedups
+        >>> trainer = L.Trainer(max_epochs=5, callbacks=[Speedups(threads=4, fused_optimizer=True)])
     """
 
     def __init__(

@@ -29,6 +29,11 @@ class WeightedAccumulation(L.Callback):
         TypeError: before training, with manual optimization or under ``accel_pipeline``; at the first step, if
             ``training_step`` returns no weight.
         ValueError: if a weight is not a single number, or one on the CPU is negative or not finite.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel.callbacks import WeightedAccumulation
+        >>> trainer = L.Trainer(accumulate_grad_batches=4, callbacks=[WeightedAccumulation()])
     """
 
     def __init__(self) -> None:

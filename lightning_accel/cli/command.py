@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import warnings
-from argparse import ArgumentError
+from argparse import SUPPRESS, ArgumentError
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import MethodType
@@ -50,6 +50,7 @@ from lightning_accel.cli.errors import (
     where_raised,
 )
 from lightning_accel.cli.export import ExportingTrainer, rebuild_shapes, rebuilt_skeleton, require_output
+from lightning_accel.cli.help_text import HelpText, arrange_help
 from lightning_accel.cli.next_commands import next_commands
 from lightning_accel.cli.run_folder import (
     ConfigSaver,
@@ -69,7 +70,7 @@ class _Parser(LightningArgumentParser):
     """Parse renamed arguments by their old names, too; each class of a config has a parser of its own."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **{"formatter_class": HelpText, **kwargs})
         self._owner = ""
         self._new_names: dict[str, str] = {}
 
@@ -78,6 +79,10 @@ class _Parser(LightningArgumentParser):
             self._owner, self._new_names = theclass.__name__, new_names_of(theclass)
             self._new_names |= {f"{old}+": f"{new}+" for old, new in self._new_names.items()}  # appends to a list
         return super().add_class_arguments(theclass, nested_key, **kwargs)
+
+    def format_help(self, *args: Any) -> str:
+        self.usage = self.usage or SUPPRESS  # all options of a class are below it
+        return super().format_help(*args)
 
     def parse_object(self, obj: Namespace | dict[str, Any], *args: Any, **kwargs: Any) -> Namespace:
         values = obj.as_dict() if isinstance(obj, Namespace) else obj  # vars() marks names of methods, as "values"
@@ -160,32 +165,43 @@ class AccelCLI(LightningCLI):
         After an option such as ``--config`` or in a dict, any subcommand may follow, and all parsers get theirs.
         """
         if self._asked in (None, subcommand):
-            return super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+            parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+            arrange_help(parser, subcommand)
+            return parser
         leave_subcommand_empty(self, subcommand)
         return self.init_parser(**kwargs)
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_lightning_class_args(self.trainer_class, "trainer")
-        for base, key, name in (
-            (L.LightningModule, "model", "RelationalGNN"),
-            (L.LightningDataModule, "data", "GraphDataModule"),
+        for base, key, what, example, name in (
+            (L.LightningModule, "model", "model", "my_file.MyModule", "RelationalGNN"),
+            (L.LightningDataModule, "data", "datamodule", "my_file.MyData", "GraphDataModule"),
         ):
             parser.add_subclass_arguments(
                 base,
                 key,
                 fail_untyped=False,
                 required=False,
-                help=f'One or more arguments specifying "class_path" and "init_args" for any subclass of '
-                f"%(baseclass_name)s, among them {name}, which is imported only when it is named.",
+                help=f"class of the {what}: {name} (imported only when it is named) or one of those below by its name, "
+                f"yours by its path, as {example}; --{key}.OPTION VALUE sets an argument of its constructor, which "
+                f"--{key}.help CLASS lists.",
             )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_optimizer_args((Optimizer,))
         parser.add_lr_scheduler_args(LRSchedulerTypeTuple)
         parser.add_argument(
-            "--lr_interval", type=Literal["epoch", "step"], default="epoch", help="When --lr_scheduler steps."
+            "--lr_interval",
+            type=Literal["epoch", "step"],
+            default="epoch",
+            help="when --lr_scheduler steps: after each epoch or after each optimizer step.",
         )
-        parser.add_argument("--run_report", type=bool, default=True, help="Whether fit ends with a RunReport.")
+        parser.add_argument(
+            "--run_report",
+            type=bool,
+            default=True,
+            help="whether fit ends with a table of the run, a picture and run_report.json.",
+        )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse; the parser finds a class of this package by its bare name only once that is imported."""

@@ -60,7 +60,7 @@ def add_adapters_(
     zeros and gives the same outputs. Over 4-bit weights, M is that of the 4-bit values.
 
     Args:
-        module: trained network.
+        module: trained network, changed in place.
         rank: R of each product.
         alpha: numerator of the scale; by default twice the rank.
         dropout: of the input of A, in training.

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from lightning_accel._lazy import lazy_getattr
+from lightning_accel._lazy import lazy_getattr, public_dir
 from lightning_accel.data.pictures.bars import BarsAndStripesDataModule
 from lightning_accel.data.pictures.digits import DigitsDataModule
 from lightning_accel.data.pictures.idx import IdxDataModule, read_idx
@@ -62,3 +62,4 @@ __getattr__ = lazy_getattr(
         "GraphDataModule": "lightning_accel.data.graphs.datamodule",
     },
 )
+__dir__ = public_dir(__all__, globals())

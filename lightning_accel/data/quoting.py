@@ -6,6 +6,10 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
+WITHOUT_TARGET = (
+    ". Give the data of training as path, and data without a target as predict_path, on the command line "
+    "--data.predict_path FILE"
+)
 _REPR = reprlib.Repr()
 _REPR.maxlevel = 4
 _REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = _REPR.maxset = 12

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from lightning_accel._lazy import lazy_getattr
+from lightning_accel._lazy import lazy_getattr, public_dir
 from lightning_accel.models.classifier import Classifier
 from lightning_accel.models.dbn import DeepBeliefNetwork
 from lightning_accel.models.dbn_fine_tuning import FineTuning
@@ -55,3 +55,4 @@ __getattr__ = lazy_getattr(
         "compare_markings": "lightning_accel.models.graph_marking",
     },
 )
+__dir__ = public_dir(__all__, globals())

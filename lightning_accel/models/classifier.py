@@ -1,7 +1,7 @@
 """A convolutional classifier, or a plain perceptron. Shapes: B samples, C classes."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
@@ -26,7 +26,7 @@ class Classifier(L.LightningModule):
 
     Args:
         num_features: channels of an image, or values in a sample.
-        num_classes: number of classes.
+        num_classes: number of classes, the length of the output.
         channels: width of each convolution.
         hidden_dims: width of each hidden layer of the perceptron.
         optimizer: creates the optimizer; called with the parameters.
@@ -34,8 +34,9 @@ class Classifier(L.LightningModule):
     Raises:
         ValueError: if a size is below 1.
 
-    >>> Classifier(1, 3, channels=[4, 6])(torch.randn(5, 1, 8, 8)).shape
-    torch.Size([5, 3])
+    Example:
+        >>> Classifier(1, 3, channels=[4, 6])(torch.randn(5, 1, 8, 8)).shape
+        torch.Size([5, 3])
     """
 
     @renamed_arguments(in_features="num_features")
@@ -76,6 +77,10 @@ class Classifier(L.LightningModule):
         self.make_optimizer = optimizer
         self.val_accuracy: Metric = MulticlassAccuracy(num_classes, average="micro")
         self.test_accuracy: Metric = MulticlassAccuracy(num_classes, average="micro")
+
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(self, x: Tensor) -> Tensor: ...
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute logits (B, C) of ``x``.

@@ -116,7 +116,15 @@ class DeepBeliefNetwork(EvaluatedNetwork):
             given nor provided by the datamodule, or contradict it, if the strategy cannot train one RBM at a time, if
             values of the data are outside the range of the visible units, or if classes are needed and none is known.
 
-    Source: Hinton, Osindero and Teh 2006, A Fast Learning Algorithm for Deep Belief Nets
+    Source: Hinton, Osindero and Teh 2006, A Fast Learning Algorithm for Deep Belief Nets,
+    https://doi.org/10.1162/neco.2006.18.7.1527
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel.models import FineTuning, Stage
+        >>> fine_tuning = FineTuning("classifier", epochs=10)
+        >>> model = DeepBeliefNetwork(64, [128, 32], [Stage(epochs=5)], fine_tuning=fine_tuning, num_classes=10)
+        >>> trainer = L.Trainer(max_epochs=5 + 5 + 10)
     """
 
     unlike_tensor_parallelism = "'ddp'"

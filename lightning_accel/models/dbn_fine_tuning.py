@@ -16,17 +16,22 @@ class FineTuning:
     """Hold how all layers of a deep belief network are trained together, after one another.
 
     Args:
-        method: ``none``, ``classifier`` or ``updown``.
-        epochs: number of epochs.
+        method: ``none``; ``classifier``, by back-propagation with a linear head; or ``updown``, by the up-down
+            algorithm.
+        epochs: number of epochs of the joint training.
         lr: initial learning rate, which falls to 0; by default 0.5 for ``classifier``, 0.01 for ``updown``.
         dropout: probability with which ``classifier`` leaves out each hidden unit.
         unlabeled: weight of the samples of unknown class, for which ``classifier`` minimizes the cross entropy of its
-            predictions with dropout to those without (Laine and Aila 2017, Temporal Ensembling, with dropout as the
-            only noise); it grows from 0 within the first half of the epochs, and is whole in a single one. Without
-            dropout it has no effect.
+            predictions with dropout to those without (Laine and Aila 2017, Temporal Ensembling,
+            https://arxiv.org/abs/1610.02242, with dropout as the only noise); it grows from 0 within the first half of
+            the epochs, and is whole in a single one. Without dropout it has no effect.
 
     Raises:
         ValueError: if a number is out of range, or ``dropout`` is given for another method.
+
+    Example:
+        >>> from lightning_accel import DeepBeliefNetwork
+        >>> model = DeepBeliefNetwork(fine_tuning=FineTuning("classifier", epochs=10, dropout=0.2))
     """
 
     method: Literal["none", "classifier", "updown"] = "none"

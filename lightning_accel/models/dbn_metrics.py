@@ -1,7 +1,7 @@
 """Evaluation of deep belief networks. Shapes: B samples, V visible units, H top hidden units, C classes."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -129,6 +129,10 @@ class EvaluatedNetwork(SizedModel):
                 "the sizes of this DeepBeliefNetwork are not known yet; pass num_visible and num_classes"
             )
         return self.stack
+
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(self, x: Tensor) -> Tensor: ...
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute logits (B, C) of a classifier, else means of the top hidden units (B, H), of samples (B, ...)."""

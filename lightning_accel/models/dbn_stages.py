@@ -44,15 +44,16 @@ class Stage:
     """Configure how one RBM is trained.
 
     Args:
-        epochs: number of epochs.
-        lr: initial learning rate.
+        epochs: number of epochs of this stage.
+        lr: initial learning rate of the stage.
         lr_decay: ``linear``, to 0 at the end of the stage, without which samples never settle; ``quadratic``, which
             stays near 0 longer, for densities of sharp modes; or ``none``.
         preset: purpose of the RBM, ``density`` or ``features``, which sets ``sampler``, ``centering``,
             ``initial_std`` and ``inputs`` if they are not given: ``pcd``, 100, sqrt(8 / (V + H)) and ``samples``, or
             ``cd``, 0, 0.01 (the initial_std of Gaussian units in any case) and ``means``. Centering makes hidden units
             be 1 half of the time, which hurts features.
-        sampler: see :class:`lightning_accel.nn.ContrastiveDivergence`, as for the following options.
+        sampler: where Gibbs chains start: at the data (``cd``) or where they ended (``pcd``), see
+            :class:`lightning_accel.nn.ContrastiveDivergence`, as for the following options.
         steps: Gibbs steps for each gradient.
         num_chains: number of chains over all processes, independent of the batch size.
         centering: number of samples over which the centers of the units are averaged; 0 for no centering.
@@ -68,8 +69,9 @@ class Stage:
     Raises:
         ValueError: if a number is out of range.
 
-    >>> Stage(preset="features").start_sampling(seed=0).sampler
-    'cd'
+    Example:
+        >>> Stage(preset="features").start_sampling(seed=0).sampler
+        'cd'
     """
 
     epochs: int = 30

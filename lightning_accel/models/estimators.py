@@ -109,15 +109,16 @@ class RBMTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
 
     Attributes:
         components_: (H, V) weights; 0 for constant columns.
-        intercept_hidden_: (H,) biases.
+        intercept_hidden_: (H,) biases of the hidden units.
         intercept_visible_: (V,) biases, of standardized values for Gaussian units.
         visible_: kind of the visible units.
         mean_: (V,) that standardization subtracts, or None.
         scale_: (V,) that it divides by, or None; 0 for constant columns.
         rbm_: the :class:`lightning_accel.RBM`, for the columns that vary.
 
-    >>> RBMTransformer(n_components=2, random_state=0).fit_transform([[0, 0, 1], [0, 1, 1], [1, 1, 0]]).shape
-    (3, 2)
+    Example:
+        >>> RBMTransformer(n_components=2, random_state=0).fit_transform([[0, 0, 1], [0, 1, 1], [1, 1, 0]]).shape
+        (3, 2)
     """
 
     def __init__(
@@ -269,8 +270,10 @@ class DBNClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         classes_: (C,) in the order of the columns of :meth:`predict_proba`.
         network_: the trained layers, an ``nn.Sequential`` from scaled samples to logits (N, C).
 
-    >>> DBNClassifier((3,), random_state=0).fit([[0, 0], [0, 1], [1, 0], [1, 1]], list("aabb")).predict([[1, 1]]).shape
-    (1,)
+    Example:
+        >>> model = DBNClassifier((3,), random_state=0).fit([[0, 0], [0, 1], [1, 0], [1, 1]], list("aabb"))
+        >>> model.predict([[1, 1]]).shape
+        (1,)
     """
 
     def __init__(

@@ -13,6 +13,10 @@ class Experts:
         hidden_dim: hidden width of each expert.
         balance_weight: weight of the gates' balance loss.
         z_weight: weight of the gates' z-loss; by default 0 in a classifier, .001 in a language model.
+
+    Example:
+        >>> from lightning_accel import MoEClassifier
+        >>> model = MoEClassifier(experts=Experts(num_experts=16, k=1))
     """
 
     num_experts: int = 8

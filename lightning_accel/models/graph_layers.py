@@ -28,16 +28,20 @@ class ConvolutionLayers:
         conv: ``RO3Conv``, a class of ``torch_geometric.nn``, or an import path. It is created with the width as
             ``in_channels`` and ``out_channels``, or with a perceptron as ``nn``, and with ``edge_dim`` or
             ``num_relations`` if it has these parameters.
-        conv_options: further arguments of it.
+        conv_options: further arguments of the convolution, by name.
         dim: width of all layers.
         num_layers: number of convolutions.
-        norm: norm after each convolution.
-        dropout: dropout after each convolution.
+        norm: kind of norm after each convolution: of a ``batch``, a ``layer``, or ``none``.
+        dropout: share of the features that is dropped after each convolution, in training.
         attention_heads: heads of an attention of all nodes of a graph to each other, beside each convolution; both, a
             perceptron after their sum, residuals and norms make a block of GPS (Rampášek et al. 2022,
             https://arxiv.org/abs/2205.12454). 0 for none. Nodes need features that tell where they are, such as
             ``torch_geometric.transforms.AddRandomWalkPE`` adds.
         triple_readout: add triangles and 2-paths to the readout of graphs, which is the sum over nodes.
+
+    Example:
+        >>> from lightning_accel import RelationalGNN
+        >>> model = RelationalGNN(layers=ConvolutionLayers("GINConv", dim=128, num_layers=5))
     """
 
     conv: str = "RO3Conv"

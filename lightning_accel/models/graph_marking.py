@@ -30,6 +30,10 @@ class Marking:
         samples: number of random tuples of each graph in evaluation; None for all.
         train_samples: likewise in training. With one, the loss of each tuple is minimized, which bounds that of their
             mean and makes each predict the target alone; with more, that of the mean over the drawn tuples.
+
+    Example:
+        >>> from lightning_accel import RelationalGNN
+        >>> model = RelationalGNN(marking=Marking(num_nodes=1, samples=8))
     """
 
     num_nodes: int | Literal["auto"] = 0
@@ -64,11 +68,12 @@ def compare_markings(graphs: Sequence[Data], layers: ConvolutionLayers = Convolu
         ValueError: if there are no graphs, or one has no target for the whole of it; for ``layers.triple_readout``,
             which excludes marks.
 
-    >>> from torch_geometric.data import Data
-    >>> edges = [[0, 1, 2, 3, 4, 5], [1, 2, 0, 4, 5, 3]], [[0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 0]]
-    >>> graphs = [Data(edge_index=torch.tensor(e), num_nodes=6, y=torch.tensor([y])) for y, e in enumerate(edges)]
-    >>> [found.alike for found in compare_markings(graphs, ConvolutionLayers("GINConv"))]
-    [2, 0]
+    Example:
+        >>> from torch_geometric.data import Data
+        >>> edges = [[0, 1, 2, 3, 4, 5], [1, 2, 0, 4, 5, 3]], [[0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 0]]
+        >>> graphs = [Data(edge_index=torch.tensor(e), num_nodes=6, y=torch.tensor([y])) for y, e in enumerate(edges)]
+        >>> [found.alike for found in compare_markings(graphs, ConvolutionLayers("GINConv"))]
+        [2, 0]
     """
     if not graphs or layers.triple_readout:
         found = "layers.triple_readout=True, which excludes marks" if graphs else "no graphs"

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +55,10 @@ class Attention:
             fewer, adjacent heads of queries share them, and generation keeps less (grouped-query attention).
         separate_documents: tokens see only those of their own document, where a row holds several. A document begins
             with the separator, the last token of the vocabulary.
+
+    Example:
+        >>> from lightning_accel import MoELanguageModel
+        >>> model = MoELanguageModel(vocab_size=257, attention=Attention(num_heads=8, num_key_value_heads=2))
     """
 
     num_heads: int = 4
@@ -70,6 +74,10 @@ class Generation:
         max_new_tokens: number of tokens to add to a prompt.
         temperature: divides the logits; below 1 favours probable tokens, 0 takes the most probable one.
         sample_from: draw from this many of the most probable tokens; 0 for all.
+
+    Example:
+        >>> from lightning_accel import MoELanguageModel
+        >>> model = MoELanguageModel(vocab_size=257, generation=Generation(max_new_tokens=50, temperature=0.8))
     """
 
     max_new_tokens: int = 200
@@ -98,14 +106,15 @@ class MoELanguageModel(SizedModel):
     ``predict`` takes prompts, token numbers (B, T) of equal length, and generates their continuations.
 
     Args:
-        vocab_size: V; by default the datamodule's attribute of that name.
-        dim: D.
-        num_layers: number of blocks.
+        vocab_size: V, the number of different tokens; by default the datamodule's attribute of that name.
+        dim: D, the width of the model.
+        num_layers: number of blocks of attention and a perceptron or a mixture.
         attention: the options of each attention layer, see :class:`lightning_accel.models.Attention`.
         experts: the options of each mixture, see :class:`lightning_accel.models.Experts`.
         moe_every: one in so many blocks, the last of them, has a mixture; 0 for none, a dense model. The others have a
             hidden width of ``experts.k * experts.hidden_dim``, of the same cost.
-        gate: creates a gate; called with ``dim``, ``num_experts`` and ``k``. Hyperparameters contain it if a config
+        gate: class or function that creates a gate, such as :class:`lightning_accel.TopKGate`; called with ``dim``,
+            ``num_experts`` and ``k``. Hyperparameters contain it if a config
             named it, else pass it to ``load_from_checkpoint`` again.
         tie_embeddings: score tokens by the weights that embed them (Press and Wolf 2017,
             https://arxiv.org/abs/1608.05859).
@@ -118,9 +127,14 @@ class MoELanguageModel(SizedModel):
         ValueError: if a number is out of range, or the gate uses later tokens; before a run starts, if ``vocab_size``
             is neither given nor provided by the datamodule, or contradicts it.
 
-    >>> model = MoELanguageModel(vocab_size=11, dim=8, attention=Attention(num_heads=2), experts=Experts(hidden_dim=8))
-    >>> model(torch.randint(11, (3, 5))).logits.shape
-    torch.Size([3, 5, 11])
+    Source: SwiGLU: Shazeer 2020, https://arxiv.org/abs/2002.05202; rotary positions: Su et al. 2021,
+    https://arxiv.org/abs/2104.09864; balance loss: Fedus et al. 2021, https://arxiv.org/abs/2101.03961.
+
+    Example:
+        >>> attention, experts = Attention(num_heads=2), Experts(hidden_dim=8)
+        >>> model = MoELanguageModel(vocab_size=11, dim=8, attention=attention, experts=experts)
+        >>> model(torch.randint(11, (3, 5))).logits.shape
+        torch.Size([3, 5, 11])
     """
 
     tokens_seen: Tensor
@@ -273,6 +287,10 @@ class MoELanguageModel(SizedModel):
         """Return the layers in the order in which ``forward`` calls them, for strategies that split them."""
         assert self.embedding is not None
         return [self.embedding, *self.blocks, self.norm, self.head]
+
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(self, tokens: Tensor, caches: Sequence[KeyValueCache] | None = None) -> LanguageModelOutput: ...
 
     def forward(self, tokens: Tensor, caches: Sequence[KeyValueCache] | None = None) -> LanguageModelOutput:
         """Score what follows each of ``tokens`` (B, T) int64, which continue those that ``caches`` hold."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from operator import index
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -55,8 +55,9 @@ class MoEClassifier(SizedModel):
         dim: width of the encoder's output and of the mixture.
         experts: the options of the mixture, see :class:`lightning_accel.models.Experts`.
         dropout: share of the mixture's output that is dropped in training.
-        gate: creates the gate; called with ``dim``, ``num_experts`` and ``k``. Hyperparameters contain it if a config
-            named it, else pass it to ``load_from_checkpoint`` again.
+        gate: class or function that creates the gate, such as :class:`lightning_accel.TopKGate` or
+            :class:`lightning_accel.nn.ExpertChoiceGate`; called with ``dim``, ``num_experts`` and ``k``.
+            Hyperparameters contain it if a config named it, else pass it to ``load_from_checkpoint`` again.
         encoder: maps samples (B, ...) to (B, ``dim``), which makes ``num_features`` unnecessary; by default flatten,
             linear layer, GELU. Hyperparameters do not contain it: pass it to ``load_from_checkpoint`` again.
         class_names: names of the classes for predictions; by default the datamodule's, if it has any.
@@ -66,9 +67,13 @@ class MoEClassifier(SizedModel):
         ValueError: if a size is below 1 or ``k`` not in [1, ``num_experts``]; before a run starts, if sizes are
             neither given nor provided by the datamodule, contradict it, or do not match ``class_names``.
 
-    >>> model = MoEClassifier(num_features=6, num_classes=3, dim=8, experts=Experts(hidden_dim=8))
-    >>> model(torch.randn(5, 6)).logits.shape
-    torch.Size([5, 3])
+    Source: Shazeer et al. 2017, Outrageously Large Neural Networks, https://arxiv.org/abs/1701.06538; balance loss:
+    Fedus et al. 2021, https://arxiv.org/abs/2101.03961; z-loss: Zoph et al. 2022, https://arxiv.org/abs/2202.08906.
+
+    Example:
+        >>> model = MoEClassifier(num_features=6, num_classes=3, dim=8, experts=Experts(hidden_dim=8))
+        >>> model(torch.randn(5, 6)).logits.shape
+        torch.Size([5, 3])
     """
 
     from_datamodule: ClassVar = {"num_features": int, "num_classes": int, "class_names": list_of_str}
@@ -156,6 +161,10 @@ class MoEClassifier(SizedModel):
         assert self.encoder is not None
         assert self.head is not None
         return [self.encoder, self.norm, self.mixture, self.dropout, self.head]
+
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(self, x: Tensor) -> ClassifierOutput: ...
 
     def forward(self, x: Tensor) -> ClassifierOutput:
         """Score samples ``x`` (B, ...)."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from operator import index
-from typing import Any, ClassVar, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
 
 import torch
 from lightning.pytorch.cli import OptimizerCallable
@@ -67,9 +67,10 @@ class RelationalGNN(SupervisedModel):
     probabilities of labels, or values, and the standard error of what was averaged over marks.
 
     Args:
-        num_features: F; by default the datamodule's attribute of that name, as for the next six.
+        num_features: F, the number of features of a node; by default the datamodule's attribute of that name, as for
+            the next six.
         num_classes: number of classes for classification.
-        num_targets: K; 1 if the datamodule does not provide it.
+        num_targets: K, the number of values or labels of a target; 1 if the datamodule does not provide it.
         edge_dim: number of features of an edge.
         num_relations: number of edge types.
         level: what has targets, ``graph`` or ``node``.
@@ -85,11 +86,12 @@ class RelationalGNN(SupervisedModel):
         ValueError: if options exclude each other; before a run starts, if sizes are neither given nor provided by the
             datamodule, or contradict it, or the convolution is not suitable.
 
-    >>> layers = ConvolutionLayers(dim=8)
-    >>> model = RelationalGNN(2, 3, level="graph", target_kind="classification", layers=layers)
-    >>> edge_index, batch = torch.tensor([[0, 1, 2], [1, 2, 0]]), torch.tensor([0, 0, 0, 1])
-    >>> model(torch.randn(4, 2), edge_index, batch=batch).shape
-    torch.Size([2, 3])
+    Example:
+        >>> layers = ConvolutionLayers(dim=8)
+        >>> model = RelationalGNN(2, 3, level="graph", target_kind="classification", layers=layers)
+        >>> edge_index, batch = torch.tensor([[0, 1, 2], [1, 2, 0]]), torch.tensor([0, 0, 0, 1])
+        >>> model(torch.randn(4, 2), edge_index, batch=batch).shape
+        torch.Size([2, 3])
     """
 
     target_mean: Tensor  # (S,), mean of the training targets
@@ -290,6 +292,18 @@ class RelationalGNN(SupervisedModel):
         readout = [] if self.readout is None else [self.readout]
         return [self.layers.encoder, *self.layers.blocks, *readout, self.head]
 
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(
+            self,
+            x: Tensor,
+            edge_index: Tensor,
+            edge_attr: Tensor | None = None,
+            batch: Tensor | None = None,
+            size: int | None = None,
+            triangle_index: Tensor | None = None,
+        ) -> Tensor: ...
+
     def forward(
         self,
         x: Tensor,
@@ -302,7 +316,7 @@ class RelationalGNN(SupervisedModel):
         """Score graphs, (B, S), or nodes, (N, S).
 
         Args:
-            x: (N, F).
+            x: (N, F) features of the nodes.
             edge_index: (2, M) int64.
             edge_attr: (M, edge_dim) floating, or (M,) int64 types; ignored without ``edge_dim`` and ``num_relations``.
             batch: (N,) int64, the graph of each node, ascending; one graph by default.

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import lightning as L
 import torch
@@ -100,9 +100,10 @@ class RecurrentLayers:
     """Hold the options of a model's recurrent layers.
 
     Args:
-        cell: see :class:`lightning_accel.DynamicRNN`.
+        cell: kind of recurrence: ``rnn``, ``gru`` or ``lstm``, or a scan over all steps at once, ``mingru`` or
+            ``minlstm`` (Feng et al. 2024, https://arxiv.org/abs/2410.01201); see :class:`lightning_accel.DynamicRNN`.
         hidden_dim: hidden width of each direction.
-        num_layers: number of layers.
+        num_layers: number of layers, each on the output of the one before.
         bidirectional: whether they run in both directions; not for forecasting, which must not see the future.
         residual: normalize the input of each layer, and add it to its output: for many layers, and for scan cells,
             which would be linear otherwise.
@@ -110,6 +111,10 @@ class RecurrentLayers:
             none. Needs ``residual``.
         feed_forward_dim: hidden width of a perceptron after each layer, such as 4 times its width; 0 for none. Needs
             ``residual``.
+
+    Example:
+        >>> from lightning_accel import SequenceModel
+        >>> model = SequenceModel(layers=RecurrentLayers("lstm", hidden_dim=256, num_layers=2))
     """
 
     cell: Literal["rnn", "gru", "lstm", "mingru", "minlstm"] = "gru"
@@ -149,11 +154,13 @@ class SequenceModel(SupervisedModel):
     with ``IGNORED`` or NaN in those before. Checkpoints contain the states of all processes.
 
     Args:
-        num_features: F of floating sequences; by default the datamodule's attribute of that name, as for the next four.
-        num_classes: C.
-        vocab_size: number of tokens; without ``num_features``.
-        num_targets: K; 1 if the datamodule does not provide it.
-        target_kind: see above.
+        num_features: F, the number of features of a step of floating sequences; by default the datamodule's attribute
+            of that name, as for the next four.
+        num_classes: C, the number of classes of ``classification`` and ``labelling``.
+        vocab_size: number of different tokens, for sequences of tokens in place of ``num_features``.
+        num_targets: K, the number of values of a sequence for ``regression``; 1 if the datamodule does not provide it.
+        target_kind: what is predicted: a class (``classification``) or values (``regression``) of a sequence, a class
+            of each step (``labelling``), or the next steps (``forecasting``).
         dim: width of token embeddings; with ``layers.residual`` it is that of the layers.
         layers: the options of the recurrent layers, see :class:`lightning_accel.models.RecurrentLayers`.
         pooling: how ``classification`` and ``regression`` summarize the steps; other kinds use each step.
@@ -166,10 +173,11 @@ class SequenceModel(SupervisedModel):
         ValueError: if options exclude each other; before a run starts, if sizes are neither given nor provided by the
             datamodule, or contradict it, or a strategy cannot carry states.
 
-    >>> layers = RecurrentLayers(hidden_dim=8)
-    >>> model = SequenceModel(num_features=2, num_classes=3, target_kind="classification", layers=layers)
-    >>> model(torch.randn(4, 6, 2), torch.tensor([6, 3, 1, 5])).scores.shape
-    torch.Size([4, 3])
+    Example:
+        >>> layers = RecurrentLayers(hidden_dim=8)
+        >>> model = SequenceModel(num_features=2, num_classes=3, target_kind="classification", layers=layers)
+        >>> model(torch.randn(4, 6, 2), torch.tensor([6, 3, 1, 5])).scores.shape
+        torch.Size([4, 3])
     """
 
     value_mean: Tensor  # (S,), of the training targets, or, in forecasting, of the unscaled features
@@ -297,6 +305,10 @@ class SequenceModel(SupervisedModel):
         """Return the layers in the order in which ``forward`` calls them, for strategies that split them."""
         assert self.head is not None
         return [self.encoder, *self.blocks, self.norm, self.dropout, self.head]
+
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(self, x: Tensor, lengths: Tensor | None = None, state: States | None = None) -> SequenceOutput: ...
 
     def forward(self, x: Tensor, lengths: Tensor | None = None, state: States | None = None) -> SequenceOutput:
         """Score ``x`` (B, T, F) or (B, T) of ``lengths`` (B,), on any device, continuing from ``state``."""

@@ -1,5 +1,7 @@
 """The two-layer perceptron of a transformer. Shapes: D features, H hidden features."""
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 
 from lightning_accel.nn.features import require_floating, require_width
@@ -14,7 +16,7 @@ class FeedForward(nn.Module):
 
     Args:
         dim: D, width in and out.
-        hidden_dim: H.
+        hidden_dim: H, the width between the two layers.
         activation: ``gelu``, ``gelu_tanh``, ``quick_gelu``, ``relu`` or ``silu``.
         gated: whether the first layer is gated (Shazeer 2020, https://arxiv.org/abs/2002.05202).
         bias: whether both layers have a bias.
@@ -32,6 +34,10 @@ class FeedForward(nn.Module):
         self.gated = gated
         self.up = nn.Linear(dim, (1 + gated) * hidden_dim, bias)
         self.down = nn.Linear(hidden_dim, dim, bias)
+
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(self, x: Tensor) -> Tensor: ...
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``x`` (..., D) to the same shape."""

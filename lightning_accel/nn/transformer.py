@@ -3,7 +3,7 @@
 Further: M heads of queries, G heads of keys and values, F features per head.
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +50,7 @@ class CausalSelfAttention(nn.Module):
     Rotary positions: Su et al. 2021, https://arxiv.org/abs/2104.09864, eq. 34, feature i paired with i + F / 2.
 
     Args:
-        dim: D.
+        dim: D, the number of features of a token.
         num_heads: M; D / M must be even.
         num_key_value_heads: G, which divides M; by default M.
 
@@ -72,11 +72,15 @@ class CausalSelfAttention(nn.Module):
         self.query_key_value = nn.Linear(dim, (num_heads + 2 * groups) * self.head_dim, bias=False)
         self.out = nn.Linear(dim, dim, bias=False)
 
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(self, x: Tensor, cache: KeyValueCache | None = None, visible: Tensor | None = None) -> Tensor: ...
+
     def forward(self, x: Tensor, cache: KeyValueCache | None = None, visible: Tensor | None = None) -> Tensor:
         """Mix each token with those that it sees.
 
         Args:
-            x: (B, T, D).
+            x: (B, T, D) features of the tokens.
             cache: holds the tokens that ``x`` continues.
             visible: tokens of the cache and of ``x`` that each one of ``x`` sees, (B, 1, T, S) bool; by default itself
                 and all before it.
@@ -161,8 +165,8 @@ class TransformerBlock(nn.Module):
     """Apply attention and a feed-forward layer, each with RMSNorm before it and a residual connection.
 
     Args:
-        dim: D.
-        num_heads: M.
+        dim: D, the number of features of a token.
+        num_heads: M, the number of heads.
         feed_forward: module that maps (B, T, D) to the same shape; or a :class:`~lightning_accel.MixtureOfExperts`.
         dropout: dropout probability of the output of each of the two layers.
         num_key_value_heads: G, see :class:`CausalSelfAttention`.
@@ -182,6 +186,12 @@ class TransformerBlock(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(dim)
         self.feed_forward = feed_forward
         self.dropout = nn.Dropout(dropout)
+
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(
+            self, x: Tensor, cache: KeyValueCache | None = None, visible: Tensor | None = None
+        ) -> BlockOutput: ...
 
     def forward(self, x: Tensor, cache: KeyValueCache | None = None, visible: Tensor | None = None) -> BlockOutput:
         """Map ``x`` (B, T, D) to the same shape; for ``cache`` and ``visible`` see :class:`CausalSelfAttention`."""

@@ -15,6 +15,10 @@ def find_blocks(module: nn.Module, class_names: Sequence[str] | None = None) -> 
     an ``nn.ModuleList``, ``nn.Sequential`` or ``nn.ModuleDict``. Blocks that share a parameter with the rest of the
     module are left out.
 
+    Args:
+        module: module to search.
+        class_names: names of the classes of the blocks, such as ``TransformerBlock``; by default as above.
+
     Raises:
         ValueError: if a class name matches no submodule.
         TypeError: if ``repeated_blocks()`` returns something other than submodules.

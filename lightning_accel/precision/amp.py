@@ -59,6 +59,13 @@ class AmpPrecision(MixedPrecision):
             parameters.
         FloatingPointError: during training, if 20 steps in a row are skipped; the message names the
             gradients that are not finite.
+
+    Source: Micikevicius et al. 2018, Mixed Precision Training, https://arxiv.org/abs/1710.03740.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel import AmpPrecision
+        >>> trainer = L.Trainer(plugins=[AmpPrecision()])
     """
 
     def __init__(

@@ -31,6 +31,11 @@ class Bfloat16Precision(HalfPrecision):
 
     Raises:
         ValueError: before training, if an optimizer cannot work on copies of parameters.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel import Bfloat16Precision
+        >>> trainer = L.Trainer(plugins=[Bfloat16Precision()])
     """
 
     def __init__(self) -> None:

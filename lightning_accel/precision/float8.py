@@ -33,6 +33,13 @@ class Float8Precision(MixedPrecision):
         ModuleNotFoundError: if torchao is not installed.
         ValueError: before training, if the device does not support float8, if no layer has suitable sizes, if an entry
             of ``exclude`` matches nothing, or if the module is already sharded.
+
+    Source: Micikevicius et al. 2022, FP8 Formats for Deep Learning, https://arxiv.org/abs/2209.05433.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel.precision import Float8Precision
+        >>> trainer = L.Trainer(plugins=[Float8Precision(exclude="head")])  # doctest: +SKIP
     """
 
     def __init__(self, exclude: Sequence[str | type[nn.Module]] | None = None) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
+from lightning_accel._lazy import public_dir
 from lightning_accel.ops.blocks import find_blocks
 from lightning_accel.strategies.checkpoints.atomic import write_atomically
 from lightning_accel.strategies.checkpoints.background import BackgroundCheckpointIO
@@ -47,3 +48,4 @@ _SHORT_NAMES: list[tuple[str, type[Strategy], str, dict[str, Any]]] = [
 for name, strategy, description, options in _SHORT_NAMES:
     if name not in StrategyRegistry:
         StrategyRegistry.register(name, strategy, description, **options)
+__dir__ = public_dir(__all__, globals())

@@ -39,6 +39,11 @@ class DataParallelStrategy(Strategy):
         ValueError: before training, on several nodes or processes.
         TypeError: before training, if the module uses manual optimization or is compiled; in a step, if its batch
             cannot be split.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel import DataParallelStrategy
+        >>> trainer = L.Trainer(accelerator="cpu", devices=2, strategy=DataParallelStrategy())
     """
 
     def __init__(self) -> None:

@@ -31,12 +31,20 @@ class AccelDDPStrategy(LaunchedStrategy):
 
     Args:
         compression: dtype in which gradients are sent; prefer ``bf16``.
-        timeout: time limit of each collective.
+        timeout: time limit of each collective, a ``datetime.timedelta``.
         start_method: how Lightning starts the processes.
 
     Raises:
         ValueError: if ``compression`` is unknown.
         RuntimeError: if ``requires_grad`` changes between the micro-batches of an optimizer step.
+
+    Source: Li et al. 2020, PyTorch Distributed: Experiences on Accelerating Data Parallel Training,
+    https://arxiv.org/abs/2006.15704.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel import AccelDDPStrategy
+        >>> trainer = L.Trainer(accelerator="cpu", devices=2, strategy=AccelDDPStrategy(compression="bf16"))
     """
 
     def __init__(

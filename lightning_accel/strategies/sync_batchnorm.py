@@ -25,6 +25,11 @@ class SyncBatchNormPlugin(LayerSync):
 
     Raises:
         ValueError: before training, if a layer is a LazyBatchNorm that has seen no batch.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel.strategies import SyncBatchNormPlugin
+        >>> trainer = L.Trainer(accelerator="cpu", devices=2, strategy="ddp", plugins=[SyncBatchNormPlugin()])
     """
 
     def apply(self, model: nn.Module) -> nn.Module:
@@ -47,12 +52,21 @@ def convert_sync_batchnorm_(module: nn.Module, group: dist.ProcessGroup | None =
     Each training forward pass is one all_gather of (2 C + 1) numbers, each backward pass one all_reduce of (2 C), so
     every process must run the layers in the same order. Statistics are float32 at least. In evaluation nothing is sent.
 
+    Args:
+        module: module whose layers are changed in place.
+        group: processes that synchronize.
+
     Returns:
         The names of the layers.
 
     Raises:
         ValueError: if a layer is a LazyBatchNorm that has seen no batch.
         TypeError: if ``fully_shard`` was applied to a BatchNorm itself.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+        >>> convert_sync_batchnorm_(model)
+        ['1']
     """
     layers: list[tuple[str, Any]] = [
         (name, layer) for name, layer in module.named_modules() if isinstance(layer, BatchNormBase)
@@ -76,7 +90,16 @@ def convert_sync_batchnorm_(module: nn.Module, group: dist.ProcessGroup | None =
 
 
 def revert_sync_batchnorm_(module: nn.Module) -> list[str]:
-    """Turn the layers that :func:`convert_sync_batchnorm_` changed back into plain BatchNorm; return their names."""
+    """Turn the layers that :func:`convert_sync_batchnorm_` changed back into plain BatchNorm; return their names.
+
+    Args:
+        module: module whose layers are changed in place.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+        >>> convert_sync_batchnorm_(model) == revert_sync_batchnorm_(model)
+        True
+    """
     reverted = []
     layer: Any
     for name, layer in module.named_modules():

@@ -1,6 +1,7 @@
-"""Private names of torchmetrics, PyTorch Geometric and transformers, each of which does what its function says."""
+"""Private names of argparse, torchmetrics, PyTorch Geometric and transformers do what their functions say."""
 
 import warnings
+from argparse import ArgumentParser
 
 import pytest
 import torch
@@ -54,3 +55,18 @@ def test_experts_of_transformers():
     model.set_experts_implementation("batched_mm")
     assert not private.has_grouped_experts(model)
     assert not private.has_grouped_experts(torch.nn.Linear(2, 2))
+
+
+def test_options_are_arranged():
+    parser = ArgumentParser(prog="run", add_help=False)
+    for name in ("--rest", "--second", "--first"):
+        parser.add_argument(name)
+    private.set_help(parser, "first", "comes first")
+    private.arrange_options(parser, {"empty": ["none"], "most used": ["first", "second"]}, "others")
+    text = parser.format_help()
+    assert "comes first" in text
+    assert "empty" not in text
+    shown = text.partition("\n\n")[2]
+    places = [shown.index(part) for part in ("most used:", "--first", "--second", "others:", "--rest")]
+    assert places == sorted(places)
+    assert parser.parse_args(["--first", "1"]).first == "1"

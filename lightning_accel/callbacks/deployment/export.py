@@ -89,6 +89,11 @@ class Export(L.Callback):
         ModuleNotFoundError: before training, if a package is missing.
         RuntimeError: before training, if the model cannot be traced, or translated, on a validation batch; at the end
             of a validation run, if it cannot be exported or the file has other outputs.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel import Export
+        >>> trainer = L.Trainer(max_epochs=5, callbacks=[Export(format="pt2", filename="classifier.pt2")])
     """
 
     def __init__(

@@ -113,6 +113,14 @@ class Quantization(L.Callback):
 
     Attributes:
         result: the picked form, in the first process after a fit; None if there is none.
+
+    Source: ``static`` and ``qat``: Jacob et al. 2018, https://arxiv.org/abs/1712.05877; rounding to 4 bits: Frantar et
+    al. 2022, GPTQ, https://arxiv.org/abs/2210.17323.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel import Quantization
+        >>> trainer = L.Trainer(max_epochs=5, callbacks=[Quantization("static", monitor="val/accuracy", max_drop=0.01)])
     """
 
     @renamed_arguments(skip="exclude")

@@ -50,6 +50,11 @@ class CompressionReport(L.Callback):
         TypeError: before training, if there is no ``validation_step``.
         ValueError: before training, if there is no submodule ``module``, no validation data, or ``validation_step``
             calls no module with parameters. Any other failure on a validation batch is raised then, too.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel import CompressionReport
+        >>> trainer = L.Trainer(max_epochs=5, callbacks=[CompressionReport(compiled=False)])
     """
 
     def __init__(self, module: str | None = None, *, compiled: bool = True, seconds: float = 0.5) -> None:

@@ -40,7 +40,7 @@ class AnswerCache:
     Args:
         folder: of the files; made if it is missing.
         top_k: k.
-        temperature: of the probabilities.
+        temperature: divisor of the logits before the probabilities are stored.
         teacher: the module whose answers are kept.
 
     Raises:

@@ -86,6 +86,16 @@ class Distillation(L.Callback):
             hold no tensor, or ``training_step`` returns no loss.
         FileNotFoundError: before training, if there is no such checkpoint.
         NotADirectoryError: before the first step, if ``cache`` is a file.
+
+    Source: Hinton, Vinyals and Dean 2015, Distilling the Knowledge in a Neural Network,
+    https://arxiv.org/abs/1503.02531; ``reverse_kl``: Gu et al. 2023, MiniLLM, https://arxiv.org/abs/2306.08543.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel import Distillation
+        >>> from lightning_accel import Classifier
+        >>> teacher = Classifier(num_features=64, num_classes=10, hidden_dims=[512])
+        >>> trainer = L.Trainer(max_epochs=5, callbacks=[Distillation(teacher, temperature=2.0)])
     """
 
     def __init__(

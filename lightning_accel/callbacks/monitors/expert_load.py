@@ -42,6 +42,11 @@ class ExpertLoadMonitor(L.Callback):
 
     Raises:
         TypeError: before training, if the module has no mixture of experts.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel.callbacks import ExpertLoadMonitor
+        >>> trainer = L.Trainer(max_epochs=5, callbacks=[ExpertLoadMonitor()])
     """
 
     def __init__(self, filename: str = "figures/expert_load.png") -> None:

@@ -57,6 +57,11 @@ class RBMMonitor(L.Callback):
     Raises:
         TypeError: before training, if the module has no RBM.
         ValueError: before training, if ``image_shape`` fits no RBM, or if the strategy flattens the weights (FSDP1).
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel.callbacks import RBMMonitor
+        >>> trainer = L.Trainer(max_epochs=5, callbacks=[RBMMonitor(image_shape=(28, 28))])
     """
 
     def __init__(self, folder: str = "figures", image_shape: tuple[int, ...] | None = None) -> None:

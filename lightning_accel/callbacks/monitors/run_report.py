@@ -56,6 +56,14 @@ class RunReport(L.Callback):
         summary: what was reported of the last fit; None before its end and in processes other than the first.
         commands: a function of the Trainer, the module and the best checkpoint that returns the lines to type next; by
             default those of Python.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel.callbacks import RunReport
+        >>> report = RunReport()
+        >>> trainer = L.Trainer(max_epochs=5, callbacks=[report])
+        >>> report.summary is None  # before the end of a fit
+        True
     """
 
     is_for_whole_fits = True  # and left out of those that doctor and tune measure

@@ -81,6 +81,14 @@ class Pruning(L.Callback):
 
     Attributes:
         left_out: why parameters are not pruned, by name.
+
+    Source: ``cubic``: Zhu and Gupta 2017, To Prune, or Not to Prune, https://arxiv.org/abs/1710.01878, eq. 1; ``rigl``
+    and ``erk``: Evci et al. 2020, Rigging the Lottery, https://arxiv.org/abs/1911.11134.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel import Pruning
+        >>> trainer = L.Trainer(max_epochs=20, callbacks=[Pruning(sparsity=0.9, exclude="head")])
     """
 
     @renamed_arguments(target="sparsity")

@@ -67,6 +67,14 @@ class OneShotPruning(Pruning):
         TypeError: before training, if the module has no ``validation_step``, and under strategies that flatten
             parameters (FSDP1, DeepSpeed), or where ``configure_model`` splits them (ModelParallelStrategy); where
             something is removed, under those that keep parameters in pieces.
+
+    Source: ``wanda``: Sun et al. 2023, https://arxiv.org/abs/2306.11695; ``sparsegpt``: Frantar and Alistarh 2023,
+    https://arxiv.org/abs/2301.00774.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel.callbacks import OneShotPruning
+        >>> trainer = L.Trainer(max_epochs=5, callbacks=[OneShotPruning(0.5, method="wanda", calibrate=64)])
     """
 
     def __init__(

@@ -58,6 +58,11 @@ class SemiStructuredSparsity(L.Callback):
             is not one of 16 bits, no layer takes part, an entry of ``exclude`` matches nothing, or another callback
             changes or averages the weights.
         TypeError: before training, under strategies other than a single device and DDP.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel.callbacks import SemiStructuredSparsity
+        >>> trainer = L.Trainer(precision="bf16-mixed", callbacks=[SemiStructuredSparsity(exclude="head")])
     """
 
     def __init__(self, exclude: Sequence[str | type[nn.Module]] | None = None) -> None:

@@ -72,6 +72,12 @@ class ExactResume(L.Callback):
 
     On another number of processes the order continues after the last whole step of all of them, and a warning lists
     what is drawn or started anew.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel import ExactResume
+        >>> from lightning.pytorch.callbacks import ModelCheckpoint
+        >>> trainer = L.Trainer(max_epochs=5, callbacks=[ExactResume(), ModelCheckpoint(every_n_train_steps=100)])
     """
 
     def __init__(self) -> None:

@@ -20,6 +20,11 @@ class SamplerCheck(L.Callback):
 
     Raises:
         TypeError: in ``setup``, for such a batch sampler.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel.callbacks import SamplerCheck
+        >>> trainer = L.Trainer(max_epochs=5, callbacks=[SamplerCheck()])
     """
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

@@ -40,6 +40,11 @@ class SaveOnSignal(L.Callback):
 
     Raises:
         ValueError: if ``every_n_steps`` is below 1 or a signal has another name.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel import SaveOnSignal
+        >>> trainer = L.Trainer(max_epochs=5, callbacks=[SaveOnSignal(stop_signals=("SIGUSR1",))])
     """
 
     def __init__(self, every_n_steps: int = 10, stop_signals: tuple[str, ...] = ()) -> None:

@@ -90,6 +90,11 @@ class Watchdog(L.Callback):
         TypeError: before training, with ``skip`` or ``end`` under DeepSpeed, which keeps gradients to itself, and with
             LBFGS, which changes weights between several passes of a step.
         NonFiniteError: in training, as asked for.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel.callbacks import Watchdog
+        >>> trainer = L.Trainer(max_epochs=5, callbacks=[Watchdog(timeout=600, on_nonfinite="skip")])
     """
 
     is_for_whole_fits = True  # and left out of those that doctor and tune measure

@@ -112,7 +112,7 @@ def plan_without_experts(
 
     Args:
         module: as in :func:`score_experts`, like all that follow but ``sparsity``; it is not changed.
-        inputs: calls.
+        inputs: calls of the module, by which the experts are scored.
         sparsity: share in (0, 1) of the experts of each mixture, rounded.
         exclude: mixtures that stay.
 

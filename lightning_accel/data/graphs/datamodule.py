@@ -126,6 +126,14 @@ class GraphDataModule(L.LightningDataModule):
         ValueError: if an option is out of range, or has no effect; in ``setup``, if data are not as described, or a
             graph exceeds ``batches.max_nodes`` or ``max_edges``; in ``load_state_dict``, if the checkpoint was
             trained on other graphs.
+
+    Example:
+        >>> data = GraphDataModule(task="csl", global_batch_size=15)
+        >>> data.setup("fit")
+        >>> data.num_classes
+        10
+        >>> next(iter(data.train_dataloader())).num_graphs
+        15
     """
 
     level: Level

@@ -16,7 +16,7 @@ from torch_geometric.data import Data
 from lightning_accel.data.bounds import require_allowed
 from lightning_accel.data.graphs.options import GraphLayout
 from lightning_accel.data.graphs.tasks import Level
-from lightning_accel.data.quoting import did_you_mean, shown
+from lightning_accel.data.quoting import WITHOUT_TARGET, did_you_mean, shown
 from lightning_accel.data.tables.files import (
     as_numbers,
     as_text,
@@ -170,7 +170,7 @@ def _read_graph6_lines(path: Path, layout: GraphLayout, with_target: bool) -> Fi
     for where, line in lines_of(path, "a graph"):
         text, *target = line.removeprefix(">>graph6<<").split(maxsplit=1)
         if with_target and not target:
-            raise ValueError(f"{where} has no target: write it after the graph and a blank")
+            raise ValueError(f"{where} has no target: write it after the graph and a blank{WITHOUT_TARGET}")
         found.graphs.append(read_graph6(text, where))
         found.target.append(list(target))
         found.ids.append(where.split()[1])
@@ -246,7 +246,7 @@ def _as_tensor(values: np.ndarray, name: str) -> Tensor:
 
 def _entry_targets(entry: dict[str, Any], layout: GraphLayout, level: Level, n: int, where: str) -> list[list[Any]]:
     for name in layout.columns:
-        require_field(entry, name, where)
+        require_field(entry, name, where, is_target=True)
     values = [entry[name] for name in layout.columns]
     if level == "node":
         for name, value in zip(layout.columns, values, strict=True):

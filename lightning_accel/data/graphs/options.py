@@ -26,6 +26,10 @@ class GraphLayout:
             ``substructures``, which of them to count, by default all seven.
         nodes_path: table of nodes that accompanies an edge list.
         shards: how a folder of files is read.
+
+    Example:
+        >>> from lightning_accel import GraphDataModule
+        >>> data = GraphDataModule("molecules.jsonl", layout=GraphLayout(target_kind="regression"))  # doctest: +SKIP
     """
 
     level: Level | None = None
@@ -47,6 +51,10 @@ class GeneratedGraphs:
     Args:
         family: ``erdos_renyi`` or ``regular`` random graphs.
         num_graphs: number of graphs, for training, validation and test; by default 5,000.
+
+    Example:
+        >>> from lightning_accel import GraphDataModule
+        >>> data = GraphDataModule(task="substructures", generated=GeneratedGraphs("regular", num_graphs=1000))
     """
 
     family: Family = "erdos_renyi"
@@ -63,6 +71,10 @@ class GraphBatches:
         num_neighbors: for a single large graph with node targets, how many neighbours to sample of a seed node, of each
             of those, and so on, -1 for all; batches hold all edges among them. ``n_id`` maps a batch's nodes to those
             of the graph.
+
+    Example:
+        >>> from lightning_accel import GraphDataModule
+        >>> data = GraphDataModule(task="csl", batches=GraphBatches(max_nodes=2000))
     """
 
     max_nodes: int | None = None
@@ -79,7 +91,11 @@ class GraphSplitOptions:
         test_share: share of the graphs, or nodes, that test; by default .2, for ``substructures`` .5.
         fold: fold of ``csl``, 0 to 4, or column of masks (n, S) of a data set, 0 to S - 1.
         val_dataset: validation graphs, beside a data set of training graphs; needs ``test_dataset``.
-        test_dataset: test graphs.
+        test_dataset: test graphs, beside a data set of training graphs; needs ``val_dataset``.
+
+    Example:
+        >>> from lightning_accel import GraphDataModule
+        >>> data = GraphDataModule(task="csl", split=GraphSplitOptions(fold=2))
     """
 
     val_share: float | None = None

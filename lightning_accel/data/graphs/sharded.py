@@ -86,7 +86,7 @@ class ShardedGraphs:
         self.layout = layout
         self._cache = Path(layout.shards.cache_dir).expanduser()
         blocks = find_blocks(location, self._cache)
-        blocks.require_columns(["edges", *layout.columns])
+        blocks.require_columns(["edges", *layout.columns], layout.columns)
         known = dict.fromkeys([*FIELDS, *layout.columns, "y"])
         if unknown := [name for name in blocks.schema.names if name not in known]:
             raise ValueError(

@@ -19,6 +19,15 @@ class AddRelationalTriples(BaseTransform):  # type: ignore[misc]  # PyG's is unt
     Raises:
         ValueError: if ``edge_index`` is missing.
         TypeError: for anything but ``Data``, since triples of several node types do not fit in one tensor.
+
+    Example:
+        >>> import torch
+        >>> from torch_geometric.data import Data
+        >>> triangle = Data(edge_index=torch.tensor([[0, 1, 2], [1, 2, 0]]), num_nodes=3)
+        >>> AddRelationalTriples()(triangle).triangle_index
+        tensor([[0],
+                [1],
+                [2]])
     """
 
     def forward(self, data: Any) -> Any:

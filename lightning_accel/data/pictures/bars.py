@@ -34,6 +34,13 @@ class BarsAndStripesDataModule(InMemoryDataModule):
     Source: MacKay 2003, Information Theory, Inference, and Learning Algorithms, chapter 43, which draws the direction
     first and then each line, so that the uniform images occur twice, as in ``BarsAndStripes.h`` of the library Shark.
     Counted once, N would be 2 * 2**size - 2 and the bound -N log N: -36.95 for size 3, -102.04 for size 4.
+
+    Example:
+        >>> data = BarsAndStripesDataModule(size=3, batch_size=16)
+        >>> data.setup("fit")
+        >>> images, labels = next(iter(data.train_dataloader()))
+        >>> images.shape
+        torch.Size([16, 1, 3, 3])
     """
 
     num_classes = 2

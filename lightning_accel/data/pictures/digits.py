@@ -27,7 +27,7 @@ class DigitsDataModule(InMemoryDataModule):
 
     Args:
         batch_size: samples per process and step.
-        seed: seed of the split.
+        seed: seed of the split into training, validation and test images.
         max_shift: largest random shift of training images, in pixels, 0 to 7, vertically and horizontally.
         num_workers: workers that load batches; 0 is fastest, since the images are in memory.
         binarize: make every pixel exactly 0 or 1, 1 above 0.5; shifted images stay binary, since they move by whole
@@ -40,6 +40,13 @@ class DigitsDataModule(InMemoryDataModule):
             the checkpoint's.
 
     Source: E. Alpaydin and C. Kaynak 1998, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository
+
+    Example:
+        >>> data = DigitsDataModule(batch_size=32)
+        >>> data.setup("fit")
+        >>> images, labels = next(iter(data.train_dataloader()))
+        >>> images.shape
+        torch.Size([32, 1, 8, 8])
     """
 
     num_features = 64

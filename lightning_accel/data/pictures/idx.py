@@ -143,6 +143,10 @@ class IdxDataModule(InMemoryDataModule):
         ValueError: if a number is out of range; in ``setup``, if a file is no IDX file, is damaged or empty, holds
             constant images or images of another shape, or labels that are not one whole number per image; in
             ``load_state_dict``, if the model was trained on other images.
+
+    Example:
+        >>> from lightning_accel.data import IdxDataModule
+        >>> data = IdxDataModule("MNIST/raw", val_share=0.1)  # doctest: +SKIP
     """
 
     train_rows: "ImageDataset"

@@ -15,6 +15,10 @@ class SequenceBatch(NamedTuple):
 
     ``carried`` is used only in truncated back-propagation through time, where a long sequence spans several batches:
     for each sequence, its index in the previous batch, or -1 where it starts.
+
+    Example:
+        >>> import torch
+        >>> batch = SequenceBatch(torch.zeros(2, 5, 3), lengths=torch.tensor([5, 2]), target=torch.tensor([1, 0]))
     """
 
     x: Tensor  # (B, T, F) floating, or (B, T) int64 tokens; 0 after a sequence's end

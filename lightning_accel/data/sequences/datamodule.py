@@ -86,6 +86,12 @@ class SequenceDataModule(L.LightningDataModule):
         FileNotFoundError: if a file does not exist.
         ValueError: if an option is out of range, or has no effect; in ``setup``, if a file is not as described; in
             ``load_state_dict``, if the checkpoint was trained on other sequences.
+
+    Example:
+        >>> data = SequenceDataModule(task="digits_rows", global_batch_size=32)
+        >>> data.setup("fit")
+        >>> next(iter(data.train_dataloader())).x.shape
+        torch.Size([32, 8, 8])
     """
 
     target_kind: TargetKind

@@ -41,6 +41,10 @@ class SequenceLayout:
         id_column: column with the id of a row's sequence, or field with the id of a line.
         step_column: column of numbers or dates that orders the rows of a sequence; None for the order of the file.
         shards: how a folder of files is read.
+
+    Example:
+        >>> from lightning_accel import SequenceDataModule
+        >>> data = SequenceDataModule("gestures.jsonl", layout=SequenceLayout(target="label"))  # doctest: +SKIP
     """
 
     target_kind: TargetKind = "classification"
@@ -100,7 +104,7 @@ def _read_json_lines(path: Path, layout: SequenceLayout, with_target: bool) -> F
         ids.append(str(entry.get(layout.id_column, where.split()[1])))
         places.append(where)
         if with_target:
-            require_field(entry, layout.target, where)
+            require_field(entry, layout.target, where, is_target=True)
             targets.append(_validated_target(entry[layout.target], len(sequences[-1]), layout, where))
     require_distinct_ids(ids, [place.split()[1] for place in places], path)
     steps = _concatenate(sequences, places)
@@ -191,7 +195,7 @@ def _read_long_table(path: Path, layout: SequenceLayout, with_target: bool) -> F
     as_written = [layout.id_column, *([] if layout.target_kind == "regression" else targets)]
     table = read_table(path, text_columns=as_written)
     steps = [] if layout.step_column is None else [layout.step_column]
-    require_columns(table, [layout.id_column, *steps, *targets, *layout.values], path)
+    require_columns(table, [layout.id_column, *steps, *targets, *layout.values], path, targets)
     others = [layout.id_column, *steps, layout.target]
     names = list(layout.values) or [name for name in table.columns if name not in others]
     if not names:

@@ -93,7 +93,8 @@ class ShardedSequences:
         self._cache = Path(layout.shards.cache_dir).expanduser()
         blocks = find_blocks(location, self._cache)
         column = find_sequence_column(blocks.schema, layout, str(location))
-        blocks.require_columns([] if layout.target_kind == "forecasting" else [layout.target])
+        targets = [] if layout.target_kind == "forecasting" else [layout.target]
+        blocks.require_columns(targets, targets)
         splits = split_blocks(blocks, shares, seed, location)
         target = layout.target_kind, layout.target
         made_of = blocks.digest(), blocks.files.versions, column, target, splits["train"].tolist()

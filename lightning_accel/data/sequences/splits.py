@@ -32,6 +32,10 @@ class GeneratedSequences:
         length: steps of a sequence, or a pair of their minimum and maximum; by default 100.
         test_length: like ``length``, for test sequences; by default equal to ``length``.
         num_sequences: number of sequences, for training, validation and test together; by default 10,000.
+
+    Example:
+        >>> from lightning_accel import SequenceDataModule
+        >>> data = SequenceDataModule(task="adding", generated=GeneratedSequences(length=(50, 100)))
     """
 
     length: Length | None = None

@@ -77,7 +77,7 @@ def shard_loader(
         columns: columns to read; by default all but those that pandas wrote as an index.
         shuffle: whether the rows are shuffled and the last ones dropped, as in training; else each is taken, in the
             order of the files.
-        seed: seed of the order.
+        seed: seed of the order of the rows.
         shuffle_bytes: bytes of blocks in memory at a time, over all processes: those that are mixed, and the next
             ones.
         cache_dir: folder where the list of the blocks is kept, so that it is made once.

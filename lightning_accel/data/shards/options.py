@@ -15,6 +15,11 @@ class ShardOptions:
         shuffle_bytes: bytes of blocks (row groups, record batches, 4 MiB of lines) in memory at a time, over all
             processes: up to 192 that are mixed, and the next ones.
         cache_dir: folder where the list of the blocks and the statistics of the rows are kept until a file changes.
+
+    Example:
+        >>> from lightning_accel import TabularDataModule
+        >>> shards = ShardOptions(shuffle_bytes=2**28)
+        >>> data = TabularDataModule("s3://bucket/flowers", "species", shards=shards)  # doctest: +SKIP
     """
 
     shuffle_bytes: int = SHUFFLE_BYTES

@@ -45,6 +45,11 @@ class ShardDataset(Dataset[dict[str, Any]]):
         FileNotFoundError: if there is no such folder.
         IndexError: if a number is not in [-N, N).
         ValueError: if files cannot be read, are of several kinds, or lack a column.
+
+    Example:
+        >>> dataset = ShardDataset("flowers/*.arrow", columns=["length", "width"])  # doctest: +SKIP
+        >>> dataset[-1]  # doctest: +SKIP
+        {'length': 5.1, 'width': 1.8}
     """
 
     def __init__(

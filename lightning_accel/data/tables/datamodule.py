@@ -65,12 +65,17 @@ class CSVFormat:
 
     Args:
         separator: separator of the fields.
-        decimal: decimal mark.
+        decimal: character between a number's whole part and its fraction.
         missing: texts that mean a missing value, in addition to the empty field, ``NA``, ``NaN``, ``None``, ``null``
             and the other defaults of pandas. A class needs another name than these.
         unlabeled: whether rows whose class is missing train, with the class -100; else they are an error. It is for
             :class:`lightning_accel.DeepBeliefNetwork`, which learns from them, and for Parquet, too. Torch's cross
             entropy leaves them out, and is NaN for a batch without any class.
+
+    Example:
+        >>> from lightning_accel import TabularDataModule
+        >>> csv = CSVFormat(separator=";", decimal=",")
+        >>> data = TabularDataModule("flowers.csv", target="species", csv=csv)  # doctest: +SKIP
     """
 
     separator: str = ","
@@ -111,7 +116,7 @@ class TabularDataModule(InMemoryDataModule):
         csv: how a CSV file is written, see :class:`lightning_accel.data.CSVFormat`.
         val_share: share of the rows that validate.
         test_share: share of the rows that test.
-        seed: seed of the splits.
+        seed: seed of the split into training, validation and test rows.
         batch_size: samples per process and step.
         num_workers: workers that load batches; 0 is fastest, since the rows are in memory, or threads read them. Each
             worker holds the blocks of a folder in memory that all do.
@@ -125,6 +130,17 @@ class TabularDataModule(InMemoryDataModule):
             or no table, lacks a column or its name, repeats a name, gives two features one name, holds text among
             numbers, infinities, dates, a blank class or (without ``csv.unlabeled``) a missing one, or has too few rows
             of a class to split; in ``load_state_dict``, if the checkpoint was trained on other rows.
+
+    Example:
+        >>> import pandas as pd
+        >>> from tempfile import NamedTemporaryFile
+        >>> table = pd.DataFrame({"length": range(20), "colour": ["red", "blue"] * 10, "kind": ["a", "b"] * 10})
+        >>> with NamedTemporaryFile(suffix=".csv") as file:
+        ...     table.to_csv(file.name, index=False)
+        ...     data = TabularDataModule(file.name, target="kind")
+        ...     data.setup("fit")
+        >>> data.feature_names
+        ['length', 'colour=blue', 'colour=red']
     """
 
     test_rows: BatchTensorDataset
@@ -198,7 +214,7 @@ class TabularDataModule(InMemoryDataModule):
             return
         assert isinstance(self.path, Path)
         table = self._read(self.path, [self.target, *self.categorical])
-        require_columns(table, [self.target, *self.categorical, *self.exclude], self.path)
+        require_columns(table, [self.target, *self.categorical, *self.exclude], self.path, [self.target])
         if self.csv.unlabeled:
             labels, self.class_names = read_known_classes(table[self.target], self.path, A_QUANTITY)
         else:

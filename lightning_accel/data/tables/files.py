@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lightning_accel.data.bounds import allowed_bytes, require_allowed, require_unpackable
-from lightning_accel.data.quoting import cut, did_you_mean, listed, shown
+from lightning_accel.data.quoting import WITHOUT_TARGET, cut, did_you_mean, listed, shown
 from lightning_accel.ops.extras import import_on_use
 
 if TYPE_CHECKING:
@@ -122,7 +122,8 @@ def regular_file(path: str | Path) -> Path:
     return path
 
 
-def require_columns(table: pd.DataFrame, needed: Sequence[str], path: Path) -> None:
+def require_columns(table: pd.DataFrame, needed: Sequence[str], path: Path, targets: Sequence[str] = ()) -> None:
+    """Raise a ValueError if a column is lacking, which names ``predict_path`` if it is one of the ``targets``."""
     columns = list(table.columns)
     for name in needed:
         if name in columns:
@@ -130,7 +131,8 @@ def require_columns(table: pd.DataFrame, needed: Sequence[str], path: Path) -> N
         hint = did_you_mean(name, columns)
         if len(columns) == 1 and path.suffix.lower() != ".parquet":
             hint += " There is one column only: set separator to what stands between the fields."
-        raise ValueError(f"{path} has no column {shown(name)}{hint} Its columns: {listed(columns)}")
+        remedy = WITHOUT_TARGET if name in targets else ""
+        raise ValueError(f"{path} has no column {shown(name)}{hint} Its columns: {listed(columns)}{remedy}")
 
 
 def require_present(column: pd.Series, path: Path, remedy: str) -> pd.Series:

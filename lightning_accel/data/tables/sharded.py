@@ -55,7 +55,7 @@ class ShardedTable:
         self.location = location
         self.target = target
         blocks = find_blocks(location, Path(options.cache_dir))
-        blocks.require_columns([target, *categorical, *exclude])
+        blocks.require_columns([target, *categorical, *exclude], [target])
         features = [name for name in blocks.schema.names if name != target and name not in exclude]
         if not features:
             raise ValueError(f"{location} has no column left for features beside {shown(target)} and those excluded")

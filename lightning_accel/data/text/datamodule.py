@@ -55,7 +55,7 @@ class TextDataModule(L.LightningDataModule):
             MB of English and code. Also a Parquet, Arrow or JSON lines file, or a folder (without texts), pattern or
             URL of such files (see :func:`lightning_accel.data.shard_loader`), whose rows are documents.
             Where paths have the words train, val (valid, validation, dev) and test, these are the splits.
-        context_length: T.
+        context_length: T, the number of tokens that a window has as inputs.
         batch_size: windows per process and step.
         tokenizer: has ``encode``, ``decode`` and a vocabulary size, as in the packages tokenizers and transformers; by
             default each byte is a token.
@@ -74,6 +74,11 @@ class TextDataModule(L.LightningDataModule):
         ValueError: if a number is out of range; in ``setup``, if the text is too short for a window in each split, or
             not UTF-8; in ``load_state_dict``, if a run is resumed on other text, or resumed or tested on another split
             of the same text.
+
+    Example:
+        >>> data = TextDataModule(context_length=64, batch_size=4)  # the text that comes with Python
+        >>> data.vocab_size
+        257
     """
 
     vocab_size: int

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lightning_accel.data.bounds import require_unpackable
-from lightning_accel.data.quoting import did_you_mean, listed, shown
+from lightning_accel.data.quoting import WITHOUT_TARGET, did_you_mean, listed, shown
 from lightning_accel.data.tables.files import LARGEST
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -80,9 +80,11 @@ def parse_object(line: str, where: str, example: str) -> dict[str, Any]:
     return entry
 
 
-def require_field(entry: dict[str, Any], name: str, where: str) -> None:
+def require_field(entry: dict[str, Any], name: str, where: str, is_target: bool = False) -> None:
+    """Raise a ValueError if a field is lacking, which names ``predict_path`` if it is that of the target."""
     if name not in entry:
-        raise ValueError(f"{where} has no field {name!r}{did_you_mean(name, entry)} Its fields: {listed(list(entry))}")
+        fields = listed(list(entry)) + (WITHOUT_TARGET if is_target else "")
+        raise ValueError(f"{where} has no field {name!r}{did_you_mean(name, entry)} Its fields: {fields}")
 
 
 def require_distinct_ids(ids: Sequence[str], lines: Sequence[str], path: Path) -> None:

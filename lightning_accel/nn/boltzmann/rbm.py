@@ -1,6 +1,6 @@
 """Restricted Boltzmann machines. Shapes: B batch size, V visible units, H hidden units."""
 
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +42,7 @@ class RBM(nn.Module):
 
     Args:
         num_visible: V, not counting labels.
-        num_hidden: H.
+        num_hidden: H, the number of hidden units.
         visible: ``bernoulli`` (0, 1, or probabilities), or ``gaussian`` (real, standardised).
         num_labels: number of one-hot units appended to the visible ones for the sample's class.
         learn_variance: whether to learn the variances of Gaussian units; else they are 1.
@@ -108,7 +108,7 @@ class RBM(nn.Module):
         """Require that the visible units support the data; waits for the device.
 
         Args:
-            visible: (B, V).
+            visible: (B, V) states of the visible units.
             all_rows: whether ``visible`` is the whole data set. Constant columns are an error for Gaussian units then;
                 in a batch, columns may be constant by chance.
 
@@ -144,6 +144,10 @@ class RBM(nn.Module):
         """Compute the visible units' activation h W + b from ``hidden`` (B, H): (B, V), float32 or wider."""
         self._require_hidden(hidden)
         return at_least_float32(hidden.to(self.weight.dtype) @ self.weight) + self.visible_bias
+
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(self, visible: Tensor) -> Tensor: ...
 
     def forward(self, visible: Tensor) -> Tensor:
         """Compute the means (B, H) of the hidden units given ``visible`` (B, V)."""

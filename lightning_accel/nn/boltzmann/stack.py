@@ -8,7 +8,7 @@ approximate.
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -188,6 +188,10 @@ class RBMStack(nn.Module):
             visible = self.activation(layer, visible).sigmoid()
         return visible
 
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(self, visible: Tensor) -> Tensor: ...
+
     def forward(self, visible: Tensor) -> Tensor:
         """Compute the means of the top hidden units given ``visible`` (B, V)."""
         return self.transform(visible)
@@ -270,7 +274,7 @@ class RBMStack(nn.Module):
         the log-probability itself; with a tied second layer all draws are equal.
 
         Args:
-            visible: (B, V).
+            visible: (B, V) states of the visible units.
             log_z: log partition function of the top RBM, ``stack.top.log_z(...)``.
             labels: (B,) integers for log p(visible, label); those of -100, by default all, are summed over.
             num_samples: number of draws per sample.
@@ -317,7 +321,7 @@ class RBMStack(nn.Module):
         posterior. With labels and without ``clamp`` it is exact in the limit.
 
         Args:
-            num_samples: B.
+            num_samples: B, the number of samples to draw.
             steps: Gibbs steps.
             clamp: (V,) or (B, V), values to hold; NaN where units are free.
             labels: (B,) integers: the class of each sample.

@@ -8,7 +8,7 @@ whose choice for a token depends on later tokens has an attribute ``causal = Fal
 import math
 import warnings
 from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -65,9 +65,9 @@ class TopKGate(nn.Module):
       error.
 
     Args:
-        dim: D.
-        num_experts: E.
-        k: K.
+        dim: D, the number of features of a token.
+        num_experts: E, the number of experts.
+        k: K, the number of experts for each token.
         score: ``softmax`` or ``sigmoid``.
         normalize: rescale the weights of a token to sum to 1; by default if ``k`` is above 1. With ``k=1`` the single
             weight would be the constant 1, and the gate would get no gradient from the task.
@@ -118,6 +118,10 @@ class TopKGate(nn.Module):
         nn.init.normal_(self.weight, std=1 / math.sqrt(self.weight.shape[1]))
         for buffer in self.buffers():
             buffer.zero_()
+
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(self, x: Tensor, mask: Tensor | None = None) -> Routing: ...
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Routing:
         """Route tokens ``x`` (N, D) of any floating dtype; tokens where ``mask`` (N,) is False visit no expert.
@@ -204,8 +208,8 @@ class ExpertChoiceGate(nn.Module):
     models that generate a sequence, as the choice depends on later tokens.
 
     Args:
-        dim: D.
-        num_experts: E.
+        dim: D, the number of features of a token.
+        num_experts: E, the number of experts.
         k: K, mean number of experts per token.
 
     Raises:
@@ -225,6 +229,10 @@ class ExpertChoiceGate(nn.Module):
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=1 / math.sqrt(self.weight.shape[1]))
+
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(self, x: Tensor, mask: Tensor | None = None) -> Routing: ...
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Routing:
         """Route tokens ``x`` (N, D) of any floating dtype; tokens where ``mask`` (N,) is False are not chosen."""

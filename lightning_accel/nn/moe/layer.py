@@ -6,7 +6,7 @@ Shapes: N tokens, D features, H hidden features, E experts, K experts per token,
 import math
 import re
 from collections.abc import Mapping
-from typing import Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,10 @@ class Experts(nn.Module):
             if bias is not None:
                 nn.init.uniform_(bias, -bound, bound)
 
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(self, tokens: Tensor, token_of_slot: Tensor, weight_of_slot: Tensor, counts: Tensor) -> Tensor: ...
+
     def forward(self, tokens: Tensor, token_of_slot: Tensor, weight_of_slot: Tensor, counts: Tensor) -> Tensor:
         """Sum the weighted outputs of each token's experts; tokens (N, D), slots (S,) sorted by expert, counts (E,)."""
         layers = self.up_weight, self.down_weight, self.up_bias, self.down_bias
@@ -86,8 +90,8 @@ class MixtureOfExperts(nn.Module):
         dim: D, width in and out.
         hidden_dim: H of each expert. Many narrow experts with a larger ``k`` ("fine-grained") cost no more than few
             wide ones.
-        num_experts: E.
-        k: K.
+        num_experts: E, the number of experts.
+        k: K, the number of experts for each token.
         activation: ``gelu``, ``gelu_tanh`` (as GPT-2 approximates it), ``quick_gelu`` (as CLIP), ``relu`` or ``silu``.
         gated: whether the first layer of an expert is gated; ``silu`` and gated is SwiGLU.
         bias: whether the layers of the experts have biases.
@@ -131,6 +135,10 @@ class MixtureOfExperts(nn.Module):
         self.gate = gate(dim, num_experts, k)
         self.experts = Experts(dim, hidden_dim, num_experts, activation, gated, bias)
         self.shared = FeedForward(dim, shared_dim, activation, gated, bias) if shared_dim else None
+
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(self, x: Tensor, mask: Tensor | None = None) -> MixtureOutput: ...
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> MixtureOutput:
         """Map ``x`` (..., D), in the dtype of the experts, to the weighted sum of the outputs of each token's experts.
@@ -202,8 +210,8 @@ class MixtureOfExperts(nn.Module):
             mlp: a :class:`~lightning_accel.nn.FeedForward`, or a module whose only linear layers are two, or three of
                 which one is a gate, with one activation, such as an ``nn.Sequential`` or the perceptron of Llama; or
                 its weights.
-            num_experts: E.
-            k: K.
+            num_experts: E, the number of experts.
+            k: K, the number of experts for each token.
             granularity: G, number of experts that share the H hidden units of one copy, H / G each. A token visits
                 K / G copies at first, all of their experts, whose rows of the gate are equal then; training tells them
                 apart. Outputs are equal while scores of copies differ: sigmoids of large values may not. With

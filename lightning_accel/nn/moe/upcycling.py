@@ -1,6 +1,7 @@
 """Mixtures of experts in the place of perceptrons of any network."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ class MixtureMLP(nn.Module):
     :class:`lightning_accel.callbacks.ExpertLosses` adds the losses of its gate to those of training.
 
     Args:
-        mixture: the mixture.
+        mixture: the mixture of experts to apply.
         dropout: probability at which features are dropped in training.
     """
 
@@ -24,6 +25,10 @@ class MixtureMLP(nn.Module):
         super().__init__()
         self.mixture = mixture
         self.dropout = nn.Dropout(dropout)
+
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(self, x: Tensor) -> Tensor: ...
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``x`` (..., D) to the same shape."""
@@ -48,8 +53,8 @@ def replace_mlps_(
     the network is made, before optimizers and strategies see it; names of parameters change.
 
     Args:
-        module: changed in place.
-        num_experts: of each mixture.
+        module: network whose perceptrons are replaced, in place.
+        num_experts: number of experts of each mixture.
         k: experts of each token.
         layers: numbers of the perceptrons to replace, in their order; all by default. Every second one is usual.
         granularity: number of narrow experts that a copy is split into; with ``k=granularity`` a token costs what it

@@ -1,7 +1,7 @@
 """Adaptive computation time: a learned number of steps per sample. Shapes: B samples, I features in, H hidden."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,7 @@ class AdaptiveComputation(nn.Module):
         cell: ``cell(x (b, I + 1), state) -> state`` for any batch size b, e.g. ``nn.GRUCell(I + 1, H)`` or
             ``nn.LSTMCell``; the last column of its input is 1 in the first step and 0 later. A state is (b, H), or a
             tuple whose first entry is (b, H).
-        hidden_size: H.
+        hidden_size: H, the width of the state.
         max_steps: largest number of steps per sample.
         epsilon: samples halt when the sum of probabilities reaches 1 - epsilon, so one step can suffice.
 
@@ -59,6 +59,10 @@ class AdaptiveComputation(nn.Module):
         self.epsilon = epsilon
         self.halting = nn.Linear(hidden_size, 1)
         nn.init.ones_(self.halting.bias)  # section 2: with a positive bias samples halt early at first
+
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(self, x: Tensor, state: State | None = None) -> AdaptiveOutput: ...
 
     def forward(self, x: Tensor, state: State | None = None) -> AdaptiveOutput:
         """Process one element of a sequence, ``x`` (B, I), with as many steps of the cell as each sample takes.

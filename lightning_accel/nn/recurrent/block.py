@@ -1,7 +1,7 @@
 """A block of a deep recurrent network. Shapes: B samples, T steps, I inputs, H hidden, D directions, K kernel size."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ class RecurrentBlock(nn.Module):
 
     Args:
         rnn: one layer; if its pooling is not "none", the block returns the pooled vector, to which x is not added.
-        input_size: I.
+        input_size: I, the number of features of a step.
         dropout: dropout probability of the input.
         residual: whether to normalise and to add as above; needs I equal to D * H.
         conv_kernel: K of the :class:`CausalConvolution`, which needs ``residual``; 0 for none.
@@ -66,6 +66,7 @@ class RecurrentBlock(nn.Module):
     def forward(self, x: Tensor, lengths: Tensor | None = None, state: Any = None) -> RecurrentBlockOutput:
         """Run over ``x`` (B, T, I) with ``lengths`` (B,), starting from ``state``."""
         entered = self._enter(x)
+        new: Any
         if self.conv is None:
             output = self.rnn(entered, lengths, state)
             new = output.state
@@ -74,7 +75,7 @@ class RecurrentBlock(nn.Module):
             entered, last = self.conv(entered, lengths, before)
             output = self.rnn(entered, lengths, inner)
             new = (last, output.state)
-        return RecurrentBlockOutput(self._leave(x, output.output, output.pooled), new)
+        return RecurrentBlockOutput(self._leave(x, cast(Tensor, output.output), output.pooled), new)
 
     def step(self, x: Tensor, state: Any = None) -> RecurrentBlockOutput:
         """Run one step ``x`` (B, I); features are (B, D * H)."""

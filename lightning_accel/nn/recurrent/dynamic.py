@@ -4,7 +4,7 @@ Shapes: B samples, T steps, I inputs, H hidden, L layers, D directions.
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
@@ -48,9 +48,9 @@ class DynamicRNN(nn.Module):
     products over all steps do, and the pass over time stays in float32.
 
     Args:
-        input_size: I.
-        hidden_size: H.
-        num_layers: L.
+        input_size: I, the number of features of a step.
+        hidden_size: H, the width of the state of each direction.
+        num_layers: L, the number of layers, each on the output of the one before.
         cell: ``rnn`` (tanh), ``gru`` or ``lstm`` as in torch; or the scan cells ``mingru`` and ``minlstm``, whose gates
             depend only on the input, so that all steps are computed in parallel.
         bidirectional: whether each layer also reads from the last valid step to the first.
@@ -149,6 +149,12 @@ class DynamicRNN(nn.Module):
                     theirs = getattr(module, name + suffix)
                     parameter.copy_(theirs).requires_grad_(theirs.requires_grad)
         return made.train(module.training)
+
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(
+            self, x: Sequences, lengths: Tensor | Sequence[int] | None = None, state: State | None = None
+        ) -> RecurrentOutput: ...
 
     def forward(
         self, x: Sequences, lengths: Tensor | Sequence[int] | None = None, state: State | None = None

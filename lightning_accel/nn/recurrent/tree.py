@@ -1,7 +1,7 @@
 """Recurrent networks over trees. Shapes: N nodes of all trees, R roots, I features in, H hidden."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +87,10 @@ class TreeRNN(nn.Module):
         num_gates = 4 if cell == "lstm" else 3  # the last gate is computed per child
         self.of_input = nn.Linear(input_size, num_gates * hidden_size)
         self.of_child = nn.Linear(hidden_size, num_gates * hidden_size, bias=False)
+
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(self, x: Tensor, parent: Tensor | TreeLevels) -> tuple[Tensor, Tensor]: ...
 
     def forward(self, x: Tensor, parent: Tensor | TreeLevels) -> tuple[Tensor, Tensor]:
         """Compute the states of all nodes (N, H), and of the roots (R, H), in the order of the nodes.

@@ -32,12 +32,12 @@ def assert_permutation_invariant(
 
     Args:
         module: layer or function that returns a tensor, (B, ...) or (N, ...) depending on ``level``.
-        x: (N, F).
+        x: (N, F) features of the nodes.
         edge_index: (2, M) int64.
         edge_attr: (M, D) or (M,).
         batch: (N,) int64, ascending.
         level: whether rows of the output are graphs or nodes.
-        trials: number of trials.
+        trials: number of random permutations to try.
         seed: seed of the permutations.
 
     Raises:

@@ -1,7 +1,7 @@
 """Graph layers over triples of nodes. Shapes: N nodes, B graphs, M entries of edge_index, F features, R channels."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,7 @@ class RelationalOrder3Pooling(nn.Module):
     Args:
         in_channels: F; -1 to infer it from the first input.
         out_channels: number of output features.
-        rank: R.
+        rank: R, the number of channels in which triples are summed.
         types: types of subsets, without duplicates.
         edge_dim: number of features of a floating ``edge_attr``.
         num_relations: number of edge types of an int64 ``edge_attr``.
@@ -91,6 +91,18 @@ class RelationalOrder3Pooling(nn.Module):
         self.terms.reset_parameters()
         self.out.reset_parameters()
 
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(
+            self,
+            x: Tensor,
+            edge_index: Tensor,
+            edge_attr: Tensor | None = None,
+            batch: Tensor | None = None,
+            size: int | None = None,
+            triples: Triples | None = None,
+        ) -> Tensor: ...
+
     def forward(
         self,
         x: Tensor,
@@ -103,7 +115,7 @@ class RelationalOrder3Pooling(nn.Module):
         """Pool ``x`` (N, F) to (B, out_channels).
 
         Args:
-            x: (N, F).
+            x: (N, F) features of the nodes.
             edge_index: (2, M) int64.
             edge_attr: (M, edge_dim) floating with ``edge_dim``, or (M,) int64 with ``num_relations``.
             batch: (N,) int64, the graph of each node; None for a single graph.
@@ -220,13 +232,19 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
             if layer is not None:
                 layer.reset_parameters()
 
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(
+            self, x: Tensor, edge_index: Tensor, edge_attr: Tensor | None = None, triples: Triples | None = None
+        ) -> Tensor: ...
+
     def forward(
         self, x: Tensor, edge_index: Tensor, edge_attr: Tensor | None = None, triples: Triples | None = None
     ) -> Tensor:
         """Map ``x`` (N, F) to (N, out_channels).
 
         Args:
-            x: (N, F).
+            x: (N, F) features of the nodes.
             edge_index: (2, M) int64.
             edge_attr: (M, edge_dim) floating with ``edge_dim``, or (M,) int64 with ``num_relations``.
             triples: edges and triangles of the same graph, if they have been computed before.

@@ -5,7 +5,7 @@ D output features; O groups of tuples, one per graph or node.
 """
 
 import inspect
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Generator, Tensor, nn
@@ -134,6 +134,18 @@ class RelationalPooling(nn.Module):
     def reset_parameters(self) -> None:
         reset(self.base_gnn)
         reset(self.head)
+
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(
+            self,
+            x: Tensor,
+            edge_index: Tensor,
+            edge_attr: Tensor | None = None,
+            batch: Tensor | None = None,
+            size: int | None = None,
+            generator: Generator | None = None,
+        ) -> Tensor: ...
 
     def forward(
         self,

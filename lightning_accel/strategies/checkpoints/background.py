@@ -50,6 +50,11 @@ class BackgroundCheckpointIO(AtomicCheckpointIO):
 
     Raises:
         ValueError: if ``local_folder`` is empty or a URL, or ``keep_local`` is below 1.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel.strategies import BackgroundCheckpointIO
+        >>> trainer = L.Trainer(plugins=[BackgroundCheckpointIO(local_folder="/tmp/checkpoints")])
     """
 
     def __init__(self, local_folder: str | Path | None = None, keep_local: int = 2) -> None:

@@ -55,6 +55,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     Raises:
         ValueError: if ``local_folder`` is empty or a URL, or ``keep_local`` is below 1.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel.strategies import AtomicCheckpointIO
+        >>> trainer = L.Trainer(plugins=[AtomicCheckpointIO()])
     """
 
     def __init__(self, local_folder: str | Path | None = None, keep_local: int = 2) -> None:
@@ -165,6 +170,20 @@ class AtomicModelParallelStrategy(ModelParallelStrategy):
 
     Optimizers update modules that split only some of their weights one parameter after another, without which torch
     refuses them on GPUs.
+
+    Args:
+        data_parallel_size: number of replicas of the model, which train on different batches; ``auto`` is the number of
+            machines.
+        tensor_parallel_size: number of processes over which ``configure_model`` splits the layers of one replica;
+            ``auto`` is the number of devices of a machine.
+        save_distributed_checkpoint: write a folder with a shard from each process; False writes one file.
+        process_group_backend: backend of the collectives, such as ``nccl`` or ``gloo``; by default that of the device.
+        timeout: time limit of each collective, a ``datetime.timedelta``.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel.strategies import AtomicModelParallelStrategy
+        >>> trainer = L.Trainer(devices=2, strategy=AtomicModelParallelStrategy(tensor_parallel_size=2))
     """
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

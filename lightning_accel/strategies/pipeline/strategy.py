@@ -162,12 +162,20 @@ class PipelineStrategy(LaunchedStrategy):
             as possible, by the time of the layers in a forward pass of the module's ``example_input_array``, or, if it
             has none, by their parameters.
         data_parallel_size: number of pipelines that train on different batches; gradients are averaged once a step.
-        timeout: time limit of collectives.
+        timeout: time limit of each collective, a ``datetime.timedelta``.
         start_method: how Lightning starts processes: ``popen``, or ``spawn`` and ``fork`` (notebooks).
 
     Raises:
         ValueError: if a number does not fit the others.
         TypeError: before a run, if the module has no chain of layers.
+
+    Source: Huang et al. 2019, GPipe, https://arxiv.org/abs/1811.06965; 1F1B: Narayanan et al. 2021, Memory-Efficient
+    Pipeline-Parallel DNN Training, https://arxiv.org/abs/2006.09503.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel import PipelineStrategy
+        >>> trainer = L.Trainer(accelerator="cpu", devices=2, strategy=PipelineStrategy(num_micro_batches=8))
     """
 
     def __init__(

@@ -25,6 +25,14 @@ def find_experts(module: nn.Module) -> dict[str, nn.Module]:
     (N, D) to (N, D): the sum, over the slots of each token, of the output of the slot's expert times the slot's weight.
     A slot is the assignment of a token to an expert; slots (S,) are sorted by expert, and ``counts`` (E,) int64 holds
     the number of slots of each expert; slots past ``counts.sum()`` are not computed.
+
+    Args:
+        module: module to search.
+
+    Example:
+        >>> from lightning_accel import MixtureOfExperts
+        >>> list(find_experts(nn.Sequential(nn.Linear(4, 8), MixtureOfExperts(8, 16, num_experts=4))))
+        ['1.experts']
     """
     return {name: one for name, one in module.named_modules() if hasattr(one, "expert_parameters")}
 

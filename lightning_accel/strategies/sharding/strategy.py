@@ -86,13 +86,21 @@ class FullyShardedStrategy(LaunchedStrategy):
         cpu_offload: keep parameters, gradients and optimizer states in the memory of the host.
         checkpoints: ``whole``: one file, which loads on one device, and resumes on any number of processes;
             ``sharded``: a folder to which each process writes its shard, which also resumes on any number.
-        timeout: time limit of a collective operation.
+        timeout: time limit of each collective, a ``datetime.timedelta``.
         start_method: how Lightning starts processes: ``popen``, or ``spawn`` and ``fork`` (notebooks).
 
     Raises:
         ValueError: if the options contradict each other; before training, if sizes do not divide the number of
             processes or experts, or a class name matches no submodule.
         TypeError: before training, if the module has sharded its parameters itself.
+
+    Source: Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054, stage 3; Zhao et al. 2023, PyTorch FSDP,
+    https://arxiv.org/abs/2304.11277.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel import FullyShardedStrategy
+        >>> trainer = L.Trainer(accelerator="cpu", devices=2, strategy=FullyShardedStrategy(checkpoints="sharded"))
     """
 
     def __init__(
