@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch.distributed as dist
 import yaml
 from sklearn.datasets import load_iris
 
@@ -116,6 +117,8 @@ def folder(run_folder, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(run_folder), *sys.path])
     modules = set(sys.modules)
     yield run_folder
+    if dist.is_initialized():  # a strategy of one process leaves its group to the end of the process
+        dist.destroy_process_group()
     for name in set(sys.modules) - modules:
         if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(run_folder)):
             del sys.modules[name]

@@ -404,7 +404,7 @@ def _draw(report: Report) -> Figure:
             label.set_fontweight("bold")
             for axis in axes:
                 axis.axhspan(number - 0.5, number + 0.5, facecolor=_PICKED, zorder=0)
-    axes[0].set_ylim(len(report.rows) - 0.5, -0.5)
+    axes[0].set_ylim(max(len(report.rows), 1) - 0.5, -0.5)
     for axis in axes:
         axis.locator_params(axis="x", nbins=4)  # labels of neighbours would touch
     used = {_kind(row) for row in report.rows}
