@@ -1,8 +1,8 @@
 """Every block of code in the README and in the documentation runs.
 
 Words behind the language of a block say how: ``file=NAME`` writes it to a file before the others run, ``continues``
-joins it to the block of Python above, ``slow`` and ``weekly`` mark its test, and ``tested_by=PATH`` names a test that
-runs it.
+joins it to the block of Python above, ``slow`` and ``weekly`` mark its test, ``quoted`` marks a text that the package
+says, with ``…`` for what differs, and ``tested_by=PATH`` names a test that runs it.
 """
 
 import contextlib
@@ -163,6 +163,14 @@ def test_message_is_the_message(command, folder, block):
     assert [part for part in said if part not in result.err + result.out] == []
 
 
+@pytest.mark.parametrize("block", params([b for b in ALL if b.language == "text" and "quoted" in b.words]))
+def test_message_is_in_the_package(block):
+    """What a block marked ``quoted`` says between its ellipses is said somewhere by the package."""
+    sources = "\n".join(path.read_text() for path in (ROOT / "lightning_accel").rglob("*.py"))
+    said = re.sub(r"\{[^{}]*\}|%s", "…", re.sub(r'"\s*\n\s*f?"', "", sources))
+    assert [part for part in re.split("…", block.text.strip()) if part not in said] == []
+
+
 @pytest.mark.parametrize("block", params([block for block in ALL if block.language == "yaml"]))
 def test_classes_and_options_of_a_config_exist(block):
     def check(value):
@@ -177,7 +185,9 @@ def test_classes_and_options_of_a_config_exist(block):
     check(yaml.safe_load(block.text))
 
 
-@pytest.mark.parametrize("name", [pytest.param(b.word("tested_by"), id=b.page) for b in ALL if b.word("tested_by")])
+@pytest.mark.parametrize(
+    "name", [pytest.param(b.word("tested_by"), id=f"{b.page}:{b.line}") for b in ALL if b.word("tested_by")]
+)
 def test_test_that_runs_a_block_exists(name):
     assert (ROOT / name).exists()
 

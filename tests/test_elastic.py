@@ -56,6 +56,7 @@ def end(started):
         one.wait()
 
 
+@pytest.mark.weekly
 def test_a_machine_that_is_lost_is_done_without(folder):  # noqa: F811
     command = [LAUNCH / "torchrun.sh", "--config=fit.yaml", "--model.pause=0.1"]
     started = start_two(command, folder, PET_NNODES="1:2", PET_NPROC_PER_NODE="1")

@@ -198,7 +198,7 @@ def whole_state(folder: Path) -> dict:
     return torch.load(folder / "whole.pt", weights_only=True)
 
 
-@pytest.mark.parametrize("dies_while", ["it uploads", "it writes"])
+@pytest.mark.parametrize("dies_while", [pytest.param("it uploads", marks=pytest.mark.weekly), "it writes"])
 def test_a_rank_lost_while_a_checkpoint_is_written_in_the_background(folder, tmp_path_factory, dies_while):
     """Shards go to a store in threads; one process is killed, and the run goes on from the newest whole checkpoint."""
     ends = []

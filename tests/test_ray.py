@@ -86,6 +86,7 @@ def start(script: object, where: Path, *arguments: object) -> subprocess.Popen:
         return subprocess.Popen(command, cwd=where, env=environment() | quiet, stdout=log, stderr=log)
 
 
+@pytest.mark.weekly
 def test_a_config_goes_on_when_a_worker_is_killed(folder, whole):  # noqa: F811
     driver = start(LAUNCH / "ray_train.py", folder, "--", "--config=fit.yaml", "--model.pause=0.1")
     os.kill(wait_for_step(folder, 10), signal.SIGKILL)

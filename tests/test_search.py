@@ -54,6 +54,7 @@ def test_optuna_searches_and_goes_on(tmp_path):
     assert best == pytest.approx(study.best_value, abs=1e-4)
 
 
+@pytest.mark.weekly
 def test_ray_tune_searches(tmp_path):
     pytest.importorskip("ray.tune")
     best = search("ray_tune.py", tmp_path, "--trials=2", f"--storage={tmp_path / 'search'}")

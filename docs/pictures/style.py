@@ -1,17 +1,17 @@
-"""Give the pictures of the documentation one look, in colours that the colour-blind tell apart."""
+"""Give the pictures of the documentation the style of the package's figures."""
 
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-FOLDER = Path(__file__).parents[1] / "_static" / "pictures"
-BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#8C8C8C"  # of Okabe and Ito 2008
+from lightning_accel.ops.figures import BLUE, GREEN, GREY, ORANGE, RED, STYLE
 
-plt.rcParams |= {
+__all__ = ["BLUE", "GREEN", "GREY", "ORANGE", "RED", "save"]
+FOLDER = Path(__file__).parents[1] / "_static" / "pictures"
+
+plt.rcParams |= STYLE | {
     "font.size": 11,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
     "axes.grid": True,
     "grid.alpha": 0.25,
     "svg.hashsalt": "lightning_accel",  # equal pictures are equal files

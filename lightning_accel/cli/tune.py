@@ -78,6 +78,10 @@ def run_tune(arguments: Sequence[str]) -> int:
         own, of_fit = parser.parse_known_args(arguments)
         if not of_fit:
             parser.error("give the run to tune, as to fit: --config X.yaml")
+        if not of_fit[0].startswith("-"):
+            parser.error(
+                f"unexpected {of_fit[0]!r}; options of fit begin with --, and a budget is one word, such as 5m"
+            )
     except SystemExit as stop:
         return int(stop.code or 0)
     received: list[int] = []

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_accel.measure import PART_NAMES, PARTS, Step
-from lightning_accel.ops.extras import require_module
+from lightning_accel.ops.figures import BLUE, new_axes
 from lightning_accel.strategies.checkpoints.atomic import write_atomically
 
 
@@ -19,22 +19,20 @@ def draw_step(steps: Sequence[Step], path: Path) -> None:
         ModuleNotFoundError: if matplotlib is not installed.
         NotWrittenError: if the disk is full, or may not be written.
     """
-    figures = require_module("matplotlib.figure")
     step = sorted(steps, key=lambda each: each.wall_ns)[len(steps) // 2]
     begin = step.segments[0].begin
     parts = [part for part in PARTS if step.parts_ns()[part]]
-    figure = figures.Figure(figsize=(9, 0.6 + 0.35 * len(parts)), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = new_axes((9, 0.6 + 0.35 * len(parts)))
     for index, part in enumerate(parts):
         bars = [
             ((segment.begin - begin) / 1e6, (segment.end - segment.begin) / 1e6)
             for segment in step.segments
             if segment.part == part
         ]
-        axes.broken_barh(bars, (index - 0.4, 0.8), facecolors=f"C{PARTS.index(part)}")
+        axes.broken_barh(bars, (index - 0.4, 0.8), facecolors=BLUE)
     axes.set_yticks(range(len(parts)), [PART_NAMES.get(part, part) for part in parts])
     axes.invert_yaxis()
     axes.set_xlim(0, step.wall_ns / 1e6)
-    axes.set_xlabel(f"ms of a step (the median of {len(steps)})")
+    axes.set_xlabel(f"time, ms (step of median time, of {len(steps)})")
     with write_atomically(path) as partial:
-        figure.savefig(partial, dpi=120, format="png")
+        figure.savefig(partial, format="png")

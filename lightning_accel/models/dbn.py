@@ -46,7 +46,7 @@ from lightning_accel.models.hooks import (
     require_class_names,
     take_from_datamodule,
 )
-from lightning_accel.nn.boltzmann.rbm import Visible
+from lightning_accel.nn.boltzmann.rbm import RBM, Visible
 from lightning_accel.nn.boltzmann.stack import UNKNOWN, RBMStack
 from lightning_accel.nn.boltzmann.units import GaussianVisible
 from lightning_accel.nn.boltzmann.wake_sleep import UpDown
@@ -238,6 +238,12 @@ class DeepBeliefNetwork(EvaluatedNetwork):
             self.head = nn.Linear(self.hidden_dims[-1], self.num_classes)
         num_classes = self.num_classes if self._needs_classes else None
         self.val_figures, self.test_figures = (BeliefMetrics(num_classes, self.likelihood) for _ in range(2))
+
+    @property
+    def trained_rbms(self) -> list[RBM]:
+        """RBMs that the current epoch trains as such: one in its stage, all by ``updown``, none by ``classifier``."""
+        stage, rbms = self.schedule.stage_at(self.current_epoch), self.built_stack.layers
+        return rbms[stage : stage + 1] if stage < len(rbms) or self.finetune == "classifier" else rbms
 
     def repeated_blocks(self) -> list[nn.Module]:
         """Return no blocks: layers are not only called by ``forward``, so they are gathered with the whole module."""

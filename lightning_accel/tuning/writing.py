@@ -2,13 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from lightning_accel.callbacks.speedups import machine_name
 from lightning_accel.measure.allocators import variables_for
 from lightning_accel.ops.extras import require_module
+from lightning_accel.ops.figures import BLUE, GREY, new_axes
 from lightning_accel.strategies.checkpoints.atomic import write_atomically
 from lightning_accel.tuning.outcome import LEAST_SPEED, Measurement, Outcome
 from lightning_accel.tuning.outputs import LEAST_EQUAL, MOST_DEVIATION
@@ -209,20 +209,19 @@ def _as_it_is(outcome: Outcome) -> str:
 
 def _draw(outcome: Outcome, path: Path) -> None:
     patches = require_module("matplotlib.patches")
-    figure: Any = require_module("matplotlib.figure").Figure(figsize=(7, 4), layout="constrained")
     measured = {name: _bar(one) for name, one in outcome.alone.items() if one.ratio is not None}
     if outcome.is_faster and outcome.proof is not None and outcome.proof.ratio is not None:
         measured["all that were chosen"] = _bar(outcome.proof)
-    axes = figure.subplots()
+    figure, (axes,) = new_axes((7, 1.3 + 0.3 * max(len(measured), 4)))
     chosen = {factor.name for factor in outcome.chosen} | {"all that were chosen"}
     for place, (name, ratio) in enumerate(measured.items()):
-        color = "tab:blue" if name in chosen and outcome.is_faster else "tab:gray"
+        color = BLUE if name in chosen and outcome.is_faster else GREY
         value, low, high = ratio
         axes.barh(place, value, xerr=[[value - low], [high - value]], color=color)
     if outcome.is_faster:
-        axes.legend(
-            handles=[patches.Patch(color="tab:blue", label="chosen, if need be beside others")], fontsize="small"
-        )
+        kinds = {"chosen, if need be beside others": BLUE, "not chosen": GREY}
+        handles = [patches.Patch(color=color, label=kind) for kind, color in kinds.items()]
+        figure.legend(handles=handles, loc="outside upper center", ncols=2, frameon=False)  # covers no bar
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_yticks(range(len(measured)), list(measured))
     axes.invert_yaxis()
@@ -231,7 +230,7 @@ def _draw(outcome: Outcome, path: Path) -> None:
     )
     axes.set_xlabel(f"{what} (95 % interval)")
     with write_atomically(path) as part:
-        figure.savefig(part, dpi=150, format="png")
+        figure.savefig(part, format="png")
 
 
 def _bar(found: Measurement) -> tuple[float, float, float]:

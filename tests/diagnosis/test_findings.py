@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from matplotlib.figure import Figure
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -376,6 +377,18 @@ def test_a_diagnosis_is_told_written_and_drawn(monkeypatch, clock, run_folder, c
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError, match="matplotlib is needed"):
         found.draw(target)
+
+
+def test_the_timeline_has_a_unit(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: (drawn.append(figure), path.touch()))
+    step = Step((Segment("forward", "", 0, 10_000_000), Segment("waiting", "", 10_000_000, 14_000_000)))
+    draw_step([step] * 3, tmp_path / "step.png")
+    (tmp_path / "step.png").unlink()
+    (axis,) = drawn[0].axes
+    assert axis.get_xlabel() == "time, ms (step of median time, of 3)"
+    assert axis.get_xlim() == (0, 14)
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["forward", "waiting for other ranks"]
 
 
 def seen_without_a_run(**facts):

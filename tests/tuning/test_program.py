@@ -62,6 +62,12 @@ def test_tune_without_a_run_says_what_is_missing(command):
     assert "give the run to tune" in done.err
 
 
+def test_a_word_too_many_is_named(command):
+    done = command("tune", "--budget", "5", "minutes", "--config", "run.yaml")
+    assert done.status == 2
+    assert "unexpected 'minutes'" in done.err
+
+
 def test_mistakes_of_the_command_line_are_named_as_by_fit(command, config, run_folder):
     done = command("tune", "--config", "runs.yaml")
     assert done.status == 2

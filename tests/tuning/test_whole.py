@@ -2,16 +2,19 @@
 
 import shutil
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import yaml
+from matplotlib.colors import to_hex
 
+from lightning_accel.ops.figures import BLUE, GREY
 from lightning_accel.tuning.comparison import Ratio
 from lightning_accel.tuning.factors import Factor
 from lightning_accel.tuning.outcome import Measurement, Outcome
 from lightning_accel.tuning.project import Changes
-from lightning_accel.tuning.writing import write_outcome
+from lightning_accel.tuning.writing import _draw, write_outcome
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +24,8 @@ ROOT = Path(__file__).parents[2]
 def test_tune_finds_what_fit_takes(command, run_folder):
     """Which changes win depends on the machine; on one that is busy, none may."""
     shutil.copytree(ROOT / "configs", run_folder / "configs")
-    run = ("--config", "configs/moe_digits.yaml", "--trainer.max_epochs", "200")
+    longer = ("--trainer.max_epochs", "200", "--lr_scheduler.epochs", "200")
+    run = ("--config", "configs/moe_digits.yaml", *longer)
     done = command("tune", *run, "--budget", "4m")
     assert done.status == 0, done.err
     report = (run_folder / "tuned/report.md").read_text()
@@ -32,6 +36,23 @@ def test_tune_finds_what_fit_takes(command, run_folder):
     if overlay.exists():
         assert yaml.safe_load(overlay.read_text())["trainer"]
         assert command("fit", *run, "--config", overlay, "--trainer.fast_dev_run", "true").status == 0
+
+
+def test_the_legend_of_the_picture_covers_no_bar(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **_: drawn.append(figure))
+    monkeypatch.setattr("lightning_accel.tuning.writing.write_atomically", lambda path: nullcontext(path))
+    found = Measurement(Ratio(1.5, 1.4, 1.6, 8), 5.0, 1.5)
+    alone = {"threads=1": found, "workers=2": Measurement(Ratio(0.9, 0.8, 1.0, 8), 5.0, 0.9)}
+    factor = Factor("threads=1", "threads", "exact", Changes(speedups={"threads": 1}))
+    _draw(Outcome({"items_per_step": 1}, 1.0, alone, chosen=[factor], proof=found), tmp_path / "x.png")
+    (figure,) = drawn
+    figure.canvas.draw()
+    (axes,), (legend,) = figure.axes, figure.legends
+    assert legend.get_window_extent().y0 >= axes.get_window_extent().y1
+    assert [text.get_text() for text in legend.texts] == ["chosen, if need be beside others", "not chosen"]
+    assert [to_hex(patch.get_facecolor()).upper() for patch in legend.get_patches()] == [BLUE, GREY]
+    assert [to_hex(bar.get_facecolor()).upper() for bar in axes.patches] == [BLUE, GREY, BLUE]
 
 
 @pytest.mark.slow

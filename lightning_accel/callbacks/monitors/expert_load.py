@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -13,14 +14,15 @@ from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.trainer_callbacks import log_figure
 from lightning_accel.nn import ExpertLoad, MixtureOfExperts, summarise_load
 from lightning_accel.ops.extras import import_on_use, require_module
+from lightning_accel.ops.figures import DIVERGING, new_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-agg = import_on_use("matplotlib.backends.backend_agg")
-figures = import_on_use("matplotlib.figure")
+colors = import_on_use("matplotlib.colors")
 
 _MOST_COLUMNS = 400  # of the figure; beyond that, neighbours are averaged
+_MOST_NUMBERS = 16  # of experts beside a panel
 
 
 class ExpertLoadMonitor(L.Callback):
@@ -162,18 +164,28 @@ class ExpertLoadMonitor(L.Callback):
 
 def draw_load(steps: list[int], loads: list[list[Tensor]], names: list[str]) -> Figure:
     """Draw a panel per mixture: colour is the load of expert (row) at step (column), relative to equal shares."""
-    height = 0.6 + sum(0.8 + 0.08 * len(load) for load in loads[-1])
-    figure = figures.Figure(figsize=(8, min(height, 40)), layout="constrained")
-    agg.FigureCanvasAgg(figure)
-    axes = figure.subplots(len(names), 1, squeeze=False, sharex=True)[:, 0]
-    for number, (name, axis) in enumerate(zip(names, axes, strict=True)):
-        load = torch.stack([of_step[number] for of_step in loads], dim=1)  # (E, steps)
-        extent = (0, steps[-1], len(load) - 0.5, -0.5)
-        image = axis.imshow((load * len(load)).numpy(), aspect="auto", cmap="RdBu_r", vmin=0, vmax=2, extent=extent)
-        axis.set_title(name, fontsize="small")
+    panels = [torch.stack(of_mixture, dim=1) * len(of_mixture[0]) for of_mixture in zip(*loads, strict=True)]
+    heights = [0.6 + max(0.08 * len(panel), 0.16 * min(len(panel), _MOST_NUMBERS)) for panel in panels]
+    size = 8, min(0.7 + sum(heights), 40)
+    figure, axes = new_axes(size, len(names), sharex=True, height_ratios=heights)
+    greatest = max(2.0, *(float(panel.max()) for panel in panels))
+    # linear from 0 to equal shares, which are neutral, then logarithmic; no load is beyond the scale
+    scale = (
+        lambda load: np.where(load < 1, load - 1, np.log(np.maximum(load, 1)) / np.log(greatest)),
+        lambda place: np.where(place < 0, place + 1, greatest ** np.maximum(place, 0)),
+    )
+    norm = colors.FuncNorm(scale, vmin=0, vmax=greatest)
+    for name, axis, panel in zip(names, axes, panels, strict=True):
+        extent = (0, steps[-1], len(panel) - 0.5, -0.5)
+        image = axis.imshow(panel.numpy(), aspect="auto", cmap=DIVERGING, norm=norm, extent=extent)
+        last = panel[:, -1]
+        axis.set_title(f"{name}, loads at step {steps[-1]}: {last.min():.2f} to {last.max():.2f}", fontsize="small")
         axis.set_ylabel("expert")
+        axis.set_yticks(range(0, len(panel), -(-len(panel) // _MOST_NUMBERS)))
+        axis.tick_params(axis="y", labelsize="x-small")
     axes[-1].set_xlabel("optimizer step")
-    figure.colorbar(image, ax=list(axes), label="load, in equal shares")
+    ticks = [0, 0.5, *(2**power for power in range(int(np.log2(greatest)) + 1))]
+    figure.colorbar(image, ax=axes, label="load, in equal shares", ticks=ticks, format="%g")
     return figure
 
 

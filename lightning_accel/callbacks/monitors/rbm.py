@@ -38,14 +38,16 @@ class RBMMonitor(L.Callback):
     ``rbm/<name>``):
 
     - filters, the contribution of each hidden unit to the visible ones;
-    - means of the visible units given the chains of the module's :class:`~lightning_accel.nn.ContrastiveDivergence`: an
-      attribute, or a list with one for each machine;
+    - where there are chains, samples: means of the visible units given the chains of the module's
+      :class:`~lightning_accel.nn.ContrastiveDivergence`, an attribute, or a list with one for each machine;
     - samples of the first validation batch (training batch if there is no validation) and their reconstructions.
 
     Samples are the first part of a batch (a tensor, tuple, list or dict), (B, ...) flattened to (B, V); for a machine
     with label units the second part is the class. A machine with as many visible units as the previous one has hidden
     units is taken to be stacked on it: it gets the means of that one as input, and its figures show the corresponding
-    visible units of the lowest machine.
+    visible units of the lowest machine. A module that trains its machines in stages may have an attribute
+    ``trained_rbms``, those of the current epoch, as :class:`~lightning_accel.DeepBeliefNetwork` has: others are not
+    drawn.
 
     Args:
         folder: folder of the figures, absolute, or relative to the run folder (the Trainer's ``log_dir``).
@@ -62,6 +64,7 @@ class RBMMonitor(L.Callback):
         self.image_shape = image_shape
         self._samples: Samples | None = None
         self._drawn_at: int | None = None
+        self._trained: list[str] = []  # names of the machines that the current epoch trains
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         require_module("matplotlib")
@@ -85,7 +88,13 @@ class RBMMonitor(L.Callback):
                 )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._samples, self._drawn_at = None, None
+        self._samples, self._drawn_at, self._trained = None, None, _trained_rbms(pl_module)
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trained = _trained_rbms(pl_module)
+        if trained != self._trained and self._drawn_at != trainer.global_step:  # before the next stage changes them
+            self._try_to_draw(trainer, pl_module)
+        self._trained = trained
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -117,9 +126,10 @@ class RBMMonitor(L.Callback):
         self._drawn_at, folder = trainer.global_step, run_folder(trainer) / self.folder
         with failures_as_warnings("RBMMonitor drew no picture"):
             views = self._compute_views(pl_module)  # in every process, since weights may be sharded
+            views = {name: view for name, view in views.items() if name in self._trained}
             if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
                 return
-            if self._samples is not None and all(view.rows is None for view in views.values()):
+            if self._samples is not None and views and all(view.rows is None for view in views.values()):
                 rank_zero_warn(
                     f"RBMMonitor: rows of {self._samples.values[0].numel()} values, the first part of a batch, fit no "
                     f"RBM of {type(pl_module).__name__}, so that no reconstructions are drawn"
@@ -128,7 +138,7 @@ class RBMMonitor(L.Callback):
             for name, view in views.items():
                 lowest = (*view.below, view.rbm)[0]
                 shape = picture_shape(lowest.num_visible - lowest.num_labels, self._shape())
-                figure = draw_rbm(view, name, shape)
+                figure = draw_rbm(view, f"{name} after {trainer.global_step} steps", shape)
                 figure.savefig(folder / f"rbm_{name}.png")
                 log_figure(trainer, f"rbm/{name}", figure)
 
@@ -157,6 +167,13 @@ def _validates_in_fit(trainer: L.Trainer) -> bool:
 
 def _named_rbms(module: L.LightningModule) -> dict[str, RBM]:
     return {name: part for name, part in module.named_modules() if isinstance(part, RBM)}
+
+
+def _trained_rbms(module: L.LightningModule) -> list[str]:
+    """Return the names of the machines that the current epoch trains as such; all where the module does not say so."""
+    rbms = _named_rbms(module)
+    trained = getattr(module, "trained_rbms", rbms.values())
+    return [name for name, rbm in rbms.items() if any(rbm is one for one in trained)]
 
 
 def _extract_samples(batch: Any) -> Samples | None:

@@ -13,13 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_accel.nn import RBM
-from lightning_accel.ops.extras import import_on_use
+from lightning_accel.ops.figures import DIVERGING, new_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-agg = import_on_use("matplotlib.backends.backend_agg")
-figures = import_on_use("matplotlib.figure")
 
 _MOST_TILES = 64  # per panel
 
@@ -102,47 +99,53 @@ def tile(pictures: np.ndarray, num_columns: int) -> np.ndarray:
     return sheet
 
 
-def draw_rbm(view: RBMView, name: str, shape: tuple[int, int]) -> Figure:
-    """Draw filters, samples and reconstructions."""
-    figure = figures.Figure(figsize=(11, 4.5), layout="constrained")
-    agg.FigureCanvasAgg(figure)
-    figure.suptitle(f"{name}: {view.rbm.num_visible} visible, {view.rbm.num_hidden} hidden units", fontsize="medium")
-    left, middle, right = figure.subplots(1, 3)
-    _draw_filters(left, view, shape)
-    _draw_samples(middle, view, shape)
-    _draw_reconstructions(right, view, shape)
+def draw_rbm(view: RBMView, title: str, shape: tuple[int, int]) -> Figure:
+    """Draw filters, and samples and reconstructions where there are chains and data."""
+    panels = [_draw_filters]
+    panels += [_draw_samples] if view.chains is not None else []
+    panels += [_draw_reconstructions] if view.rows is not None and view.pixels is not None else []
+    figure, axes = new_axes((3.7 * len(panels), 4.1), columns=len(panels))
+    units = f"{view.rbm.num_visible} visible, {view.rbm.num_hidden} hidden units"
+    figure.suptitle(f"{title}: {units}" if len(panels) > 1 else f"{title}\n{units}", fontsize="medium")
+    for draw, axis in zip(panels, axes, strict=True):
+        axis.spines[:].set_visible(False)
+        draw(axis, view, shape)
     return figure
 
 
 def _draw_filters(axis: Any, view: RBMView, shape: tuple[int, int]) -> None:
     shown = filters(view.rbm, view.below)[:_MOST_TILES]
-    _title(axis, f"filters of {_count_label(len(shown), view.rbm.num_hidden)} hidden units")
-    limit = float(shown.nan_to_num(0, 0, 0).abs().max()) or 1.0
-    _draw_tiles(axis, shown, shape, cmap="RdBu_r", limits=(-limit, limit))
+    axis.set_title(
+        f"filters of {_count_label(len(shown), view.rbm.num_hidden)} hidden units,\n"
+        "each relative to its largest weight: + red, - blue",
+        fontsize="small",
+    )
+    greatest = shown.nan_to_num(0, 0, 0).abs().amax(1, keepdim=True)  # one scale for all would leave most near white
+    _draw_tiles(axis, shown / greatest.where(greatest > 0, 1), shape, cmap=DIVERGING, limits=(-1, 1))
 
 
 def _draw_samples(axis: Any, view: RBMView, shape: tuple[int, int]) -> None:
-    if view.chains is None:
-        _draw_placeholder(axis, "samples of the chains", "no chains of this machine")
-        return
+    assert view.chains is not None
     hidden = view.chains[:_MOST_TILES]
     visible = view.rbm.visible_units.mean(view.rbm.visible_activation(hidden))
-    _title(axis, f"means given {_count_label(len(hidden), len(view.chains))} chains")
+    axis.set_title(f"samples: means given {_count_label(len(hidden), len(view.chains))} chains", fontsize="small")
     _draw_tiles(axis, to_pixels(visible, view.rbm, view.below), shape)
 
 
 def _draw_reconstructions(axis: Any, view: RBMView, shape: tuple[int, int]) -> None:
-    if view.rows is None or view.pixels is None:
-        _draw_placeholder(axis, "reconstructions", "no rows of data that fit")
-        return
+    assert view.rows is not None
+    assert view.pixels is not None
     rows, pixels = view.rows[: _MOST_TILES // 2], view.pixels[: _MOST_TILES // 2, : math.prod(shape)]
     again = to_pixels(view.rbm.reconstruct(rows), view.rbm, view.below)
-    _title(axis, "rows of data, each over its reconstruction")
+    axis.set_title("data, and its reconstruction below", fontsize="small")
     columns = math.isqrt(2 * len(rows) - 1) + 1
     pairs = [torch.cat(pair) for pair in zip(pixels.split(columns), again.split(columns), strict=True)]
     if len(pairs[-1]) < 2 * columns and len(pairs) > 1:  # an incomplete last pair would mix up the two
         pairs.pop()
     _draw_tiles(axis, torch.cat(pairs), shape, columns=min(columns, len(rows)))
+    centers = [(shape[0] + 1) * number + (shape[0] - 1) / 2 for number in range(2 * len(pairs))]
+    axis.set_yticks(centers, ["data", "model"] * len(pairs), fontsize="x-small")
+    axis.tick_params(length=0)
 
 
 def _draw_tiles(
@@ -169,17 +172,6 @@ def _limits(states: Tensor) -> tuple[float, float]:
     """Return the colour range: 0 to 1, or wider if the states exceed it."""
     known = states[states.isfinite()]
     return (min(0.0, float(known.min())), max(1.0, float(known.max()))) if known.numel() else (0.0, 1.0)
-
-
-def _draw_placeholder(axis: Any, title: str, text: str) -> None:
-    _title(axis, title)
-    axis.text(0.5, 0.5, text, ha="center", va="center", transform=axis.transAxes, color="grey")
-    axis.set_xticks([])
-    axis.set_yticks([])
-
-
-def _title(axis: Any, text: str) -> None:
-    axis.set_title(text, fontsize="small")
 
 
 def _count_label(some: int, of: int) -> str:

@@ -31,16 +31,18 @@ from lightning_accel.strategies.checkpoints.atomic import write_atomically
 Commands = Callable[[L.Trainer, L.LightningModule, str | None], list[str]]
 
 _COUNT_AFTER = 30.0  # seconds, so that the batch whose operations are counted, and the rate, take less than 1 %
+_MOST_POINTS = 1000  # of a curve; beyond that, every second one goes
 _RATE_SECONDS = 0.02
 _NOT_SHARED = ("backward", "validation", "checkpoints", "rest")  # parts in which a rank may wait for others
 _FAILED = "the report of the run failed"
 
 
 class RunReport(L.Callback):
-    """End a fit with a short table, a picture and ``run_report.json`` in the run folder.
+    """End a fit with a short table, pictures and ``run_report.json`` in the run folder.
 
     They tell the time by part, samples a second, the share of the machine's measured peak, memory, the best metric and
-    its checkpoint, and what to type next. The command line adds it. The first process alone reports. A fit that is
+    its checkpoint, and what to type next; ``run_report_curves.png`` shows metrics of validation, whose names begin with
+    ``val``, if there was more than one. The command line adds it. The first process alone reports. A fit that is
     interrupted or fails is reported up to there; ``fast_dev_run`` and ``barebones`` are not. A run without a logger has
     no folder, and gets the table alone, as one without matplotlib gets no picture. A further fit in the same folder
     writes ``run_report_2.json``, and so on.
@@ -68,9 +70,10 @@ class RunReport(L.Callback):
         self._first_epoch = self._first_step = self._batches = self._samples = 0
         self._gradients, self._waited = 0, 0.0
         self._memory: dict[str, int] = {}
+        self._curves: dict[str, list[tuple[int, float]]] = {}
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.summary, self._parts, self._counter, self._memory = None, None, None, {}
+        self.summary, self._parts, self._counter, self._memory, self._curves = None, None, None, {}, {}
         if not _is_reported(trainer):
             return
         folder = trainer.log_dir if trainer.loggers else None  # asked on every process, since it is broadcast
@@ -103,6 +106,16 @@ class RunReport(L.Callback):
             self._samples += batch_size_of(batch) or 0
             if self._batches == 1:  # validation frees them
                 self._gradients = gradient_bytes(pl_module)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._parts is None or trainer.sanity_checking:
+            return
+        for name, value in trainer.logged_metrics.items():
+            if name.startswith("val"):
+                curve = self._curves.setdefault(name, [])
+                curve.append((trainer.global_step, float(value)))
+                if len(curve) > _MOST_POINTS:
+                    del curve[1::2]
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not _is_reported(trainer):
@@ -171,6 +184,7 @@ class RunReport(L.Callback):
             memory=self._memory,
             best=best,
             metrics={name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1},
+            curves=self._curves,
             health=watchdogs[0].findings if watchdogs else None,
             commands=self.commands(trainer, pl_module, path),
         )
@@ -243,3 +257,4 @@ def _write(summary: RunSummary, folder: Path) -> None:
         part.write_text(summary.to_json())
     if find_spec("matplotlib") is not None:
         summary.draw(folder / f"{name}.png")
+        summary.draw_curves(folder / f"{name}_curves.png")

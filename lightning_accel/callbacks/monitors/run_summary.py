@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 from lightning_accel.callbacks.watchdog.callback import Finding
 from lightning_accel.measure.step_parts import PART_NAMES
 from lightning_accel.measure.table import Table, in_bytes
-from lightning_accel.ops.extras import require_module
+from lightning_accel.ops.figures import BLUE, ORANGE, new_axes
 from lightning_accel.strategies.checkpoints.atomic import write_atomically
 
+_MOST_CURVES = 3  # in the picture
 _LEAST_SHARE = 0.005  # of the time, for a row of the table
 _NAMES = PART_NAMES | {"callbacks": "callbacks and logging", "rest": "the Trainer's loop and start"}
 
@@ -50,6 +51,7 @@ class RunSummary:
         memory: bytes of parameters, gradients, optimizer states, and the peak of the process or its GPU.
         best: of each ModelCheckpoint that has written one.
         metrics: the last values of logged metrics.
+        curves: of each metric of validation that loggers got, the step and the value at each validation.
         health: what a :class:`~lightning_accel.callbacks.Watchdog` has found: kind, training batch and text of each;
             None without one.
         commands: what to do next, to type.
@@ -71,6 +73,7 @@ class RunSummary:
     memory: dict[str, int] = field(default_factory=dict)
     best: list[BestCheckpoint] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     health: list[Finding] | None = None
     commands: list[str] = field(default_factory=list)
 
@@ -95,7 +98,7 @@ class RunSummary:
         """Return the table for a terminal."""
         rows = [(name, f"{spent:.3g} s, {spent / self.seconds:.0%}") for name, spent in self.shown_parts().items()]
         if self.samples_per_s is not None:
-            rows.append(("samples", f"{self.samples_per_s:.4g} a second"))
+            rows.append(("samples", f"{_rate(self.samples_per_s)} a second"))
         share = f"{self.share_of_peak:.1%}" if self.share_of_peak is not None else self.no_share_because or "not known"
         rows.append(("share of peak", share))
         rows.append(("memory", ", ".join(f"{name} {in_bytes(size)}" for name, size in self.memory.items() if size)))
@@ -122,22 +125,49 @@ class RunSummary:
             NotWrittenError: if the disk is full, or may not be written.
         """
         parts = self.shown_parts()
-        figure = require_module("matplotlib.figure").Figure(figsize=(8, 0.9 + 0.3 * len(parts)), layout="constrained")
-        axes = figure.subplots()
-        bars = axes.barh(range(len(parts)), list(parts.values()), color=[f"C{index}" for index in range(len(parts))])
+        figure, (axes,) = new_axes((8, 0.9 + 0.3 * len(parts)))
+        bars = axes.barh(range(len(parts)), list(parts.values()), color=BLUE)
         axes.bar_label(bars, [f"{spent / self.seconds:.0%}" for spent in parts.values()], padding=3)
         axes.set_yticks(range(len(parts)), list(parts))
         axes.invert_yaxis()
         axes.margins(x=0.1)
-        rate = "" if self.samples_per_s is None else f", {self.samples_per_s:.4g} samples a second"
-        axes.set_xlabel(f"seconds of {self.seconds:.3g}{rate}")
+        rate = "" if self.samples_per_s is None else f", {_rate(self.samples_per_s)} samples/s"
+        axes.set_xlabel(f"time, s ({self.seconds:.3g} s in all{rate})")
         with write_atomically(path) as part:
-            figure.savefig(part, dpi=120, format="png")
+            figure.savefig(part, format="png")
+
+    def draw_curves(self, path: Path) -> None:
+        """Draw the metrics of validation over the steps, with the best checkpoint; nothing if it ran less than twice.
+
+        Raises:
+            ModuleNotFoundError: if matplotlib is not installed.
+            NotWrittenError: if the disk is full, or may not be written.
+        """
+        monitored = {each.monitor: each.value for each in self.best}
+        names = [name for name, curve in self.curves.items() if len(curve) > 1]
+        names = sorted(names, key=lambda name: (name not in monitored, "loss" not in name))[:_MOST_CURVES]
+        if not names:
+            return
+        figure, panels = new_axes((0.5 + 3.5 * len(names), 3), columns=len(names), sharex=True)
+        for axis, name in zip(panels, names, strict=True):
+            axis.plot(*zip(*self.curves[name], strict=True), color=BLUE)
+            axis.set(xlabel="optimizer step", ylabel=name)
+            best = monitored.get(name)
+            if best is not None and math.isfinite(best):
+                place = min(self.curves[name], key=lambda point: abs(point[1] - best))  # has been rounded elsewhere
+                axis.plot(*place, "o", color=ORANGE)
+                axis.set_title(f"best checkpoint: {best:.4g}", fontsize="medium")
+        with write_atomically(path) as part:
+            figure.savefig(part, format="png")
+
+
+def _rate(per_s: float) -> str:
+    return f"{per_s:,.0f}" if per_s >= 1000 else f"{per_s:.4g}"
 
 
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _finite(each) for name, each in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

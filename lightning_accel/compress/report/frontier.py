@@ -3,13 +3,11 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from lightning_accel.ops.extras import import_on_use
+from lightning_accel.compress.report.latency import Latency
+from lightning_accel.ops.figures import BLUE, new_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-agg = import_on_use("matplotlib.backends.backend_agg")
-figures = import_on_use("matplotlib.figure")
 
 _AREAS = 30.0, 600.0  # of the markers of a form without a file and of the largest file, in square points
 
@@ -17,12 +15,12 @@ _AREAS = 30.0, 600.0  # of the markers of a form without a file and of the large
 class Point(NamedTuple):
     """Hold where a form lies."""
 
-    time: float
+    latency: Latency
     quality: float
     name: str
     file_bytes: int | None = None
-    is_refused: bool = False
-    colour: str = "tab:blue"
+    status: str = ""  # that of its row in a report
+    colour: str = BLUE
 
 
 def pareto_front(pairs: Sequence[tuple[float, float]], higher_is_better: bool) -> list[int]:
@@ -42,6 +40,13 @@ def pareto_front(pairs: Sequence[tuple[float, float]], higher_is_better: bool) -
     return front
 
 
+def limits(values: Sequence[float], margin: float) -> tuple[float, float]:
+    """Return limits of an axis with a margin, a share of the range, but at least a percent of the values."""
+    low, high = min(values), max(values)
+    width = max(margin * (high - low), 0.01 * max(abs(low), abs(high))) or 1.0
+    return low - width, high + width
+
+
 def draw_frontier(points: Sequence[Point], title: str, time: str, quality: str, higher_is_better: bool) -> "Figure":
     """Draw forms by time and quality, with markers of an area by file size, and join those that no other one beats.
 
@@ -54,31 +59,39 @@ def draw_frontier(points: Sequence[Point], title: str, time: str, quality: str, 
         quality: label of the vertical axis.
         higher_is_better: whether higher values of the quality are better.
     """
-    figure = figures.Figure(figsize=(9, 5), layout="constrained")
-    agg.FigureCanvasAgg(figure)
-    axis = figure.subplots()
-    allowed = [point for point in points if not point.is_refused]
-    front = pareto_front([(point.time, point.quality) for point in allowed], higher_is_better)
+    figure, (axis,) = new_axes((9, 5))
+    allowed = [point for point in points if point.status != "refused"]
+    front = pareto_front([(point.latency.p50_ms, point.quality) for point in allowed], higher_is_better)
     joined = [allowed[index] for index in front]
-    axis.plot([point.time for point in joined], [point.quality for point in joined], color="0.6", zorder=1)
+    axis.plot([point.latency.p50_ms for point in joined], [point.quality for point in joined], color="0.6", zorder=1)
     largest = max((point.file_bytes or 0 for point in points), default=0)
-    for number, point in enumerate(sorted(points, key=lambda one: (one.quality, one.time))):
+    for number, point in enumerate(sorted(points, key=lambda one: (one.quality, one.latency.p50_ms))):
+        place, is_picked = (point.latency.p50_ms, point.quality), point.status == "picked"
         area = max(_AREAS[0], (point.file_bytes or 0) / max(1, largest) * _AREAS[1])
-        face = "none" if point.is_refused else point.colour
-        axis.scatter(point.time, point.quality, area, facecolors=face, edgecolors=point.colour, alpha=0.8,
-                     marker="o" if point.file_bytes else "X", zorder=2)  # fmt: skip
+        face = "none" if point.status == "refused" else point.colour
+        axis.scatter(*place, area, facecolors=face, edgecolors="black" if is_picked else point.colour, alpha=0.8,
+                     linewidths=2 if is_picked else 1, marker="o" if point.file_bytes else "X", zorder=2)  # fmt: skip
+        axis.hlines(point.quality, *point.latency.interval_ms, colors="black", linewidth=1.2, zorder=3)
+        about = ", ~" if point.latency.is_noisy else ""
         size = "" if point.file_bytes is None else f", {point.file_bytes / 1e6:.3g} MB"
         # In a column, in the order of the points, since many forms lie so close that their names would overlap
         axis.annotate(
-            f"{point.name}{size}", (point.time, point.quality), xytext=(1.03, (number + 0.5) / len(points)),
-            textcoords="axes fraction", fontsize="small", va="center", annotation_clip=False,
+            f"{point.name}{size}{about}", place, xytext=(1.03, (number + 0.5) / len(points)),
+            textcoords="axes fraction", fontsize="small", va="center", annotation_clip=False, zorder=0,
+            fontweight="bold" if is_picked else "normal",
             arrowprops={"arrowstyle": "-", "color": "0.8", "linewidth": 0.8, "relpos": (0, 0.5)},
         )  # fmt: skip
     axis.set_xlabel(time)
     axis.set_ylabel(f"{quality} ({'higher' if higher_is_better else 'lower'} is better)")
-    axis.margins(0.1)
-    axis.spines[["top", "right"]].set_visible(False)
-    notes = ["area: file size", "line: no form is better in both"]
-    notes += ["hollow: refused"] if any(point.is_refused for point in points) else []
-    figure.suptitle(f"{title}\n{'; '.join(notes)}", fontsize="medium")
+    axis.margins(x=0.1)
+    axis.set_ylim(limits([point.quality for point in points], 0.1))
+    notes = {
+        "area: file size": True,
+        "line: no form is better in both": True,
+        "bar: 98% interval": any(point.latency.rounds_ms for point in points),
+        "bold: picked": any(point.status == "picked" for point in points),
+        "hollow: refused": len(allowed) < len(points),
+        "~: busy machine": any(point.latency.is_noisy for point in points),
+    }
+    figure.suptitle(f"{title}\n{'; '.join(note for note, is_there in notes.items() if is_there)}", fontsize="medium")
     return figure

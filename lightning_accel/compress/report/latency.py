@@ -29,6 +29,13 @@ class Latency(NamedTuple):
         """Return whether so many calls took much longer than others that something else must have run."""
         return self.p95_ms > 3 * self.p50_ms
 
+    @property
+    def interval_ms(self) -> tuple[float, float]:
+        """Return the 98% interval of the median over rounds, by the sign test; the median itself if rounds are few."""
+        rounds = sorted(self.rounds_ms)
+        outside = _ranks_outside(len(rounds))
+        return (rounds[outside - 1], rounds[-outside]) if outside else (self.p50_ms, self.p50_ms)
+
 
 class Speedup(NamedTuple):
     """Hold how many times faster one call is than another, with its 98% confidence interval."""

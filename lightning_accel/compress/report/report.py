@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from lightning_accel.compress.calls import num_samples
-from lightning_accel.compress.report.frontier import Point, draw_frontier
+from lightning_accel.compress.report.frontier import Point, draw_frontier, limits
 from lightning_accel.compress.report.latency import Latency, Speedup, speedup
 from lightning_accel.compress.report.macs import count_macs
 from lightning_accel.ops.extras import import_on_use
+from lightning_accel.ops.figures import BLUE, GREY, ORANGE, new_axes
 from lightning_accel.strategies import write_atomically
 
 if TYPE_CHECKING:
@@ -26,14 +27,13 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-agg = import_on_use("matplotlib.backends.backend_agg")
-figures = import_on_use("matplotlib.figure")
 patches = import_on_use("matplotlib.patches")
 consoles = import_on_use("rich.console")
 tables = import_on_use("rich.table")
 
 _REFERENCE = "fp32 eager"  # the form that latencies are compared to
-_COLOURS = {"fp32 eager": "0.45", "float": "tab:blue", "int8, float8": "tab:orange"}
+_COLOURS = {"fp32 eager": GREY, "float": BLUE, "quantized": ORANGE}
+_PICKED = "0.88"  # colour of its background
 
 
 class Row(NamedTuple):
@@ -122,7 +122,7 @@ class Report:
             pictures["_frontier.png"] = frontier
         for suffix, picture in pictures.items():
             with write_atomically(places[suffix]) as path, path.open("wb") as file:
-                picture.savefig(file, format="png", dpi=150)
+                picture.savefig(file, format="png")
         return list(places.values())
 
     def as_dict(self) -> dict[str, Any]:
@@ -383,34 +383,39 @@ def _draw(report: Report) -> Figure:
     """Draw a panel of dots for the accuracy, else the first metric, and of bars for the file size and each latency."""
     metrics = _metric_names(report)
     shown = next((name for name in metrics if "acc" in name.lower()), metrics[0] if metrics else None)
-    bars: list[tuple[str, list[float | None]]] = []
-    bars.append(("file, MB", [None if row.file_bytes is None else row.file_bytes / 1e6 for row in report.rows]))
+    bars: list[tuple[str, list[float | Latency | None]]] = []
+    bars.append(("file size, MB", [_megabytes(row.file_bytes) for row in report.rows]))
     if report.prompt_length is not None:
-        memory = [None if row.memory_bytes is None else row.memory_bytes / 1e6 for row in report.rows]
-        bars.append(("memory, MB", memory))
+        bars.append(("memory, MB", [_megabytes(row.memory_bytes) for row in report.rows]))
         for batch in _batches(report):
-            bars.append((f"ms a prompt at batch {batch}", [_median(row.prompts.get(batch)) for row in report.rows]))
-    ms = "ms" if report.prompt_length is None else "ms a token"
+            bars.append((f"prompt at batch {batch}, ms", [row.prompts.get(batch) for row in report.rows]))
+    call = "latency" if report.prompt_length is None else "token"
     for batch in _batches(report):
-        bars.append((f"{ms} at batch {batch}", [_median(row.latencies.get(batch)) for row in report.rows]))
+        bars.append((f"{call} at batch {batch}, ms", [row.latencies.get(batch) for row in report.rows]))
     panels = len(bars) + (shown is not None)
-    figure = figures.Figure(figsize=(2 + 2.6 * panels, 1.6 + 0.35 * len(report.rows)), layout="constrained")
-    agg.FigureCanvasAgg(figure)
-    axes = list(figure.subplots(1, panels, sharey=True, squeeze=False)[0])
+    figure, axes = new_axes((2 + 2.6 * panels, 1.6 + 0.35 * len(report.rows)), columns=panels, sharey=True)
     if shown is not None:
         _draw_metric(axes[0], shown, report.rows)
     for axis, (heading, values) in zip(axes[panels - len(bars) :], bars, strict=True):
         _draw_bars(axis, heading, values, report.rows)
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_yticks(range(len(report.rows)), [_label(row) for row in report.rows])
-    for label, row in zip(axes[0].get_yticklabels(), report.rows, strict=True):
-        label.set_fontweight("bold" if row.status == "picked" else "normal")
-    axes[0].invert_yaxis()
+    for number, (label, row) in enumerate(zip(axes[0].get_yticklabels(), report.rows, strict=True)):
+        if row.status == "picked":
+            label.set_fontweight("bold")
+            for axis in axes:
+                axis.axhspan(number - 0.5, number + 0.5, facecolor=_PICKED, zorder=0)
+    axes[0].set_ylim(len(report.rows) - 0.5, -0.5)
+    for axis in axes:
+        axis.locator_params(axis="x", nbins=4)  # labels of neighbours would touch
     used = {_kind(row) for row in report.rows}
     handles = [patches.Patch(color=colour, label=kind) for kind, colour in _COLOURS.items() if kind in used]
+    if any(row.status == "picked" for row in report.rows):
+        handles.append(patches.Patch(facecolor=_PICKED, label="picked"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
-    figure.suptitle(report.title)
+    latencies = [value for _, values in bars for value in values if isinstance(value, Latency)]
+    notes = ["line: 98% interval of the median"] if any(one.rounds_ms for one in latencies) else []
+    notes += ["~: the machine was busy with other things, too"] if any(one.is_noisy for one in latencies) else []
+    figure.suptitle("\n".join([report.title, *filter(None, ["; ".join(notes)])]), fontsize="medium")
     return figure
 
 
@@ -422,28 +427,35 @@ def _draw_frontier(report: Report) -> Figure | None:
     metric, higher_is_better = report.quality
     points = [
         Point(
-            row.latencies[batch].p50_ms, row.metrics[metric], row.name, row.file_bytes,
-            is_refused=row.status == "refused", colour=_COLOURS[_kind(row)],
+            row.latencies[batch], row.metrics[metric], row.name, row.file_bytes, row.status, _COLOURS[_kind(row)]
         )
         for row in report.rows
         if batch in row.latencies and math.isfinite(row.metrics.get(metric, math.nan))
     ]  # fmt: skip
     if len(points) < 2:
         return None
-    time = f"ms {'a call' if report.prompt_length is None else 'a token after the prompt'} at batch {batch}"
+    time = f"latency of {'a call' if report.prompt_length is None else 'a token after the prompt'} at batch {batch}, ms"
     return draw_frontier(points, report.title, time, metric, higher_is_better)
 
 
-def _draw_bars(axis: Axes, heading: str, values: list[float | None], rows: list[Row]) -> None:
+def _draw_bars(axis: Axes, heading: str, values: list[float | Latency | None], rows: list[Row]) -> None:
     for number, (value, row) in enumerate(zip(values, rows, strict=True)):
+        about, end = "", 0.0
+        if isinstance(value, Latency):
+            about, (low, end) = "~" if value.is_noisy else "", value.interval_ms
+            if low < end:
+                axis.plot((low, end), (number, number), color="black", linewidth=1.5)
+            value = value.p50_ms
         axis.barh(number, value or 0, color=_COLOURS[_kind(row)], alpha=_alpha(row))
-        axis.text(value or 0, number, " -" if value is None else f" {value:.3g}", va="center")
-    axis.set_title(heading, fontsize="medium")
-    axis.margins(x=0.25)
+        axis.text(max(value or 0, end), number, " -" if value is None else f" {about}{value:.3g}", va="center")
+    axis.set_xlabel(heading)
+    axis.margins(x=0.3)
+    axis.set_xlim(left=0)
 
 
 def _draw_metric(axis: Axes, name: str, rows: list[Row]) -> None:
     """Draw dots, on an axis that need not start at 0: bars would look equally long."""
+    known = [one for row in rows if math.isfinite(one := row.metrics.get(name, math.nan))]
     for number, row in enumerate(rows):
         value = row.metrics.get(name)
         if value is None or not math.isfinite(value):
@@ -452,14 +464,14 @@ def _draw_metric(axis: Axes, name: str, rows: list[Row]) -> None:
         else:
             axis.plot(value, number, "o", color=_COLOURS[_kind(row)], alpha=_alpha(row))
             axis.annotate(f"{value:.4g}", (value, number), xytext=(6, 0), textcoords="offset points", va="center")
-    axis.set_title(name, fontsize="medium")
-    axis.margins(x=0.35)
+    axis.set_xlabel(name)
+    axis.set_xlim(limits(known or [0.0], 0.35))
 
 
 def _kind(row: Row) -> str:
     if row.name == _REFERENCE:
         return row.name
-    return "int8, float8" if row.float_row else "float"
+    return "quantized" if row.name.startswith(("int", "float8")) else "float"
 
 
 def _alpha(row: Row) -> float:
@@ -470,5 +482,5 @@ def _label(row: Row) -> str:
     return f"{row.name} ({row.status})" if row.status else row.name
 
 
-def _median(latency: Latency | None) -> float | None:
-    return None if latency is None else latency.p50_ms
+def _megabytes(size: int | None) -> float | None:
+    return None if size is None else size / 1e6

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
+#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -196,6 +197,56 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_triangles(const Tensor& given, 
   return {num_triangles, rowptr, third, triangle_edge};
 }
 
+// Adds x_j y_k + x_k y_j, or x_j x_k where x is y, to row i of out for each corner i of the triangles {i, j, k}, in the
+// columns from begin to end.
+template <typename T, bool kSame>
+void add_triangles(const int64_t* corners, int64_t triangles, int64_t channels, const T* x, const T* y, T* out,
+                   int64_t begin, int64_t end) {
+  for (int64_t t = 0; t < triangles; ++t) {
+    const int64_t i = corners[t] * channels, j = corners[triangles + t] * channels;
+    const int64_t k = corners[2 * triangles + t] * channels;
+    const T *x_i = x + i, *x_j = x + j, *x_k = x + k, *y_i = y + i, *y_j = y + j, *y_k = y + k;
+    T *out_i = out + i, *out_j = out + j, *out_k = out + k;
+#pragma GCC ivdep
+    for (int64_t r = begin; r < end; ++r) {
+      if constexpr (kSame) {
+        out_i[r] += x_j[r] * x_k[r], out_j[r] += x_i[r] * x_k[r], out_k[r] += x_i[r] * x_j[r];
+      } else {
+        out_i[r] += x_j[r] * y_k[r] + x_k[r] * y_j[r];
+        out_j[r] += x_i[r] * y_k[r] + x_k[r] * y_i[r];
+        out_k[r] += x_i[r] * y_j[r] + x_j[r] * y_i[r];
+      }
+    }
+  }
+}
+
+template <typename T>
+void add_triangles_to(Tensor& out, const Tensor& triangle, const Tensor& x, const Tensor& y, bool same) {
+  const int64_t channels = x.size(1), triangles = triangle.size(1);
+  const auto add = same ? &add_triangles<T, true> : &add_triangles<T, false>;
+  const int64_t slab = 64 / sizeof(T);  // columns of a thread: whole cache lines, which no other thread writes
+  torch::stable::parallel_for(0, (channels + slab - 1) / slab, 1, [&](int64_t begin, int64_t end) {
+    add(begin_of(triangle), triangles, channels, x.const_data_ptr<T>(), y.const_data_ptr<T>(),
+        out.mutable_data_ptr<T>(), begin * slab, std::min(end * slab, channels));
+  });
+}
+
+// (N, R): the sums over triangles of each node, of x and y (N, R) float32 or float64, or of x alone.
+Tensor triangle_products(const Tensor& given, const std::optional<Tensor>& other, const Tensor& corners) {
+  const Tensor x = torch::stable::contiguous(given), y = other ? torch::stable::contiguous(*other) : x;
+  const Tensor triangle = whole(corners, 3, "triangle must be (3, T) int64");
+  const ScalarType type = x.scalar_type();
+  STD_TORCH_CHECK(x.dim() == 2 && y.dim() == 2 && x.size(0) == y.size(0) && x.size(1) == y.size(1) &&
+                      y.scalar_type() == type && (type == ScalarType::Float || type == ScalarType::Double),
+                  "x and y must be (N, R) float32 or float64, alike");
+  const int64_t *nodes = begin_of(triangle), places = triangle.numel(), num_nodes = x.size(0);
+  STD_TORCH_CHECK(std::all_of(nodes, nodes + places, [&](int64_t node) { return 0 <= node && node < num_nodes; }),
+                  "triangle must be of nodes of the graph");
+  Tensor out = torch::stable::new_zeros(x, {num_nodes, x.size(1)});
+  (type == ScalarType::Float ? add_triangles_to<float> : add_triangles_to<double>)(out, triangle, x, y, !other);
+  return out;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(lightning_accel_native, m) {
@@ -204,10 +255,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(lightning_accel_native, m) {
   m.def(
       "group_triangles(Tensor triangle, Tensor side, int num_nodes, int num_edges) "
       "-> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("triangle_products(Tensor x, Tensor? y, Tensor triangle) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lightning_accel_native, CPU, m) {
   m.impl("simple_graph", TORCH_BOX(&simple_graph));
   m.impl("find_triangles", TORCH_BOX(&find_triangles));
   m.impl("group_triangles", TORCH_BOX(&group_triangles));
+  m.impl("triangle_products", TORCH_BOX(&triangle_products));
 }

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_accel.ops.native import KERNELS, check_one_device
+from lightning_accel._private.torch import is_batched
+from lightning_accel.ops.native import KERNELS, check_one_device, runs_kernel
 from lightning_accel.ops.triples.csr import csr_sum
-from lightning_accel.ops.triples.products import triangle_product
+from lightning_accel.ops.triples.products import triangle_product, with_common_dtype
 
 MAX_WEDGES = 2**21  # candidates that are tested at a time, about 60 bytes each; C++ kernels store none
 
@@ -91,7 +92,30 @@ def triangle_sum(x: Tensor, y: Tensor | None, triples: Triples) -> Tensor:
     Returns:
         (N, R), float32 for narrower factors.
     """
+    x, y = with_common_dtype(x, y)
+    factors = [x] if y is None else [x, y]
+    if runs_kernel(*factors, triples.triangle) and not any(map(is_batched, factors)):
+        out: Tensor = _TriangleSum.apply(x, y, triples)
+        return out
     return triangle_product(x, y, triples.edge, triples.triangle_edge, triples.third_rowptr, triples.third)
+
+
+class _TriangleSum(torch.autograd.Function):
+    """Compute :func:`triangle_sum` by the kernel, triangle by triangle; its gradients are such sums, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor | None, triples: Triples) -> Tensor:
+        ctx.triples = triples
+        ctx.save_for_backward(x, y)
+        out: Tensor = torch.ops.lightning_accel_native.triangle_products.default(x, y, triples.triangle)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, y = ctx.saved_tensors
+        d_x = triangle_sum(x if y is None else y, grad, ctx.triples) if ctx.needs_input_grad[0] else None
+        d_y = triangle_sum(x, grad, ctx.triples) if ctx.needs_input_grad[1] else None
+        return d_x, d_y, None
 
 
 def _check_nodes(edge_index: Tensor, num_nodes: int) -> None:
@@ -294,5 +318,6 @@ def _register() -> None:
         ("simple_graph", _fake_graph),
         ("find_triangles", _fake_triangles),
         ("group_triangles", _fake_groups),
+        ("triangle_products", lambda x, y, triangle: torch.empty_like(x, memory_format=torch.contiguous_format)),
     ):
         torch.library.register_fake(f"lightning_accel_native::{name}", fake)

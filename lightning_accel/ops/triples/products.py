@@ -37,14 +37,20 @@ def triangle_product(
     Returns:
         (N, R), float32 or float64.
     """
-    x = at_least_float32(x)
-    if y is not None:
-        dtype = torch.promote_types(x.dtype, y.dtype)
-        x, y = x.to(dtype), y.to(dtype)
+    x, y = with_common_dtype(x, y)
     if is_transformed(x) or (y is not None and is_transformed(y)):
         return _product_by_rows(x, y, edge, third_rowptr, third)
     call = torch.ops.lightning_accel.triangle_product if torch.compiler.is_compiling() else _TriangleProduct.apply
     return call(x, y, edge, triangle_edge, third_rowptr, third)
+
+
+def with_common_dtype(x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Cast the factors to one dtype, float32 or wider."""
+    x = at_least_float32(x)
+    if y is None:
+        return x, None
+    dtype = torch.promote_types(x.dtype, y.dtype)
+    return x.to(dtype), y.to(dtype)
 
 
 def _product(

@@ -143,6 +143,26 @@ def test_colours_are_equal_shares():
     (image,) = figure.axes[0].images
     assert image.get_array().tolist() == [[1.0, 1.5], [1.0, 0.5]]
     assert image.get_clim() == (0, 2)
+    assert image.norm(1.0) == 0.5  # neutral
+
+
+def test_no_load_is_beyond_the_colours_and_starving_experts_stand_out():
+    loads = [[torch.tensor([0.0, 0.02, 0.08, 0.9]), torch.full((20,), 0.05)], [torch.full((4,), 0.25)] * 2]
+    loads[1][1] = torch.full((20,), 0.05)
+    figure = draw_load([10, 20], loads, ["first", "second"])
+    first, second, bar = figure.axes
+    (image,) = first.images
+    places = image.norm(torch.tensor([0.0, 0.2, 0.5, 1.0, 2.0, 3.6]).numpy())
+    assert (places[0], places[3], places[5]) == (0, 0.5, pytest.approx(1))
+    assert (places[1:] - places[:-1] > 0.09).all()
+    assert image.get_clim() == second.images[0].get_clim() == (0, pytest.approx(3.6))
+    assert bar.get_ylim() == (0, pytest.approx(3.6))
+    assert [text.get_text() for text in bar.get_yticklabels()] == ["0", "0.5", "1", "2"]
+    assert first.get_yticks().tolist() == [0, 1, 2, 3]  # each expert has its number, if there is room
+    assert second.get_yticks().tolist() == list(range(0, 20, 2))
+    assert first.get_title() == "first, loads at step 20: 1.00 to 1.00"
+    assert (first.get_ylabel(), second.get_xlabel()) == ("expert", "optimizer step")
+    assert bar.get_ylabel() == "load, in equal shares"
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of Lightning's own, which pytest.warns raises anew

@@ -11,7 +11,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel import RBM, FullyShardedStrategy
 from lightning_accel.callbacks import RBMMonitor
-from lightning_accel.callbacks.monitors.rbm_pictures import draw_rbm, filters, picture_shape, tile, to_pixels
+from lightning_accel.callbacks.monitors.rbm_pictures import (
+    RBMView,
+    draw_rbm,
+    filters,
+    picture_shape,
+    plain_copy,
+    tile,
+    to_pixels,
+)
+from lightning_accel.models import DeepBeliefNetwork, FineTuning, Stage
 from lightning_accel.nn import ContrastiveDivergence
 from tests.ranks import run_ranks
 
@@ -243,7 +252,8 @@ def test_each_row_stands_over_its_reconstruction(tmp_path, num_rows):
     view = callback._compute_views(module)["rbm"]
     data = torch.rand(num_rows, 12)
     figure = draw_rbm(view._replace(rows=data, pixels=data), "machine", (4, 3))
-    (image,) = figure.axes[2].images
+    assert len(figure.axes) == 2  # none of samples, as there are no chains
+    (image,) = figure.axes[1].images
     sheet = image.get_array().filled(-1)
     columns = (sheet.shape[1] + 1) // 4
     assert (sheet.shape[0] + 1) % 10 == 0
@@ -254,6 +264,57 @@ def test_each_row_stands_over_its_reconstruction(tmp_path, num_rows):
             top, left = row * 10, column * 4
             np.testing.assert_allclose(sheet[top : top + 4, left : left + 3], data[at].view(4, 3).numpy())
             np.testing.assert_allclose(sheet[top + 5 : top + 9, left : left + 3], again[at])
+    marks = figure.axes[1].get_yticklabels()
+    assert [mark.get_text() for mark in marks] == ["data", "model"] * ((sheet.shape[0] + 1) // 10)
+    assert [mark.get_position()[1] for mark in marks] == [5 * row + 1.5 for row in range(len(marks))]
+
+
+def test_only_what_is_there_has_a_panel():
+    view = RBMView(plain_copy(RBM(12, 5)), [], torch.rand(3, 12), torch.rand(3, 12), torch.rand(4, 5))
+    assert len(draw_rbm(view, "whole", (4, 3)).axes) == 3
+    assert len(draw_rbm(view._replace(chains=None), "without chains", (4, 3)).axes) == 2
+    (axis,) = draw_rbm(view._replace(chains=None, rows=None), "filters alone", (4, 3)).axes
+    assert axis.get_title().startswith("filters of 5 hidden units")
+
+
+def test_each_filter_has_a_colour_scale_of_its_own():
+    rbm = RBM(12, 5)
+    with torch.no_grad():
+        rbm.weight.copy_(torch.logspace(-3, 1, 5)[:, None] * torch.linspace(-1, 0.5, 12))
+        rbm.weight[4] = 0
+    (axis,) = draw_rbm(RBMView(plain_copy(rbm), [], None, None, None), "machine", (4, 3)).axes
+    (image,) = axis.images
+    sheet = image.get_array()
+    assert image.get_clim() == (-1, 1)
+    for filter_ in (sheet[:4, :3], sheet[:4, 4:7], sheet[5:9, :3]):
+        assert (filter_.min(), filter_.max()) == (-1, pytest.approx(0.5))
+
+
+def test_machines_are_drawn_while_they_are_trained(tmp_path, monkeypatch):
+    """A belief network ends in a classifier, whose layers are no RBMs any more."""
+    drawn = []
+    monkeypatch.setattr(
+        "lightning_accel.callbacks.monitors.rbm.draw_rbm", lambda view, title, _: drawn.append(title) or Figure()
+    )
+    fine_tuning = FineTuning(method="classifier", epochs=3)
+    module = DeepBeliefNetwork(12, [5, 4], [Stage(2)], num_classes=3, fine_tuning=fine_tuning)
+    run = trainer(RBMMonitor(), tmp_path, max_epochs=7, check_val_every_n_epoch=7)
+    run.fit(module, *loaders())
+    assert drawn == ["stack.rbms.0 after 8 steps", "stack.rbms.1 after 16 steps"]
+    assert run.global_step == 28
+
+
+@pytest.mark.usefixtures("empty_pictures")
+@pytest.mark.parametrize("method", ["none", "updown"])
+def test_rbms_of_a_belief_network_that_are_trained(tmp_path, method):
+    epochs = 1 if method == "updown" else 0
+    module = DeepBeliefNetwork(12, [5, 4], [Stage(1)], fine_tuning=FineTuning(method=method, epochs=max(1, epochs)))
+    seen = []
+    module.on_train_epoch_end = lambda: seen.append(
+        [module.built_stack.layers.index(one) for one in module.trained_rbms]
+    )
+    trainer([], tmp_path, max_epochs=2 + epochs, limit_val_batches=0).fit(module, loaders(False)[0])
+    assert seen == [[0], [1], [0, 1]][: 2 + epochs]
 
 
 def test_module_without_machines_is_refused(tmp_path):

@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import lightning as L
@@ -8,6 +9,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
+from matplotlib.figure import Figure
 
 from lightning_accel.callbacks import RunReport
 from lightning_accel.callbacks.monitors import run_report
@@ -19,6 +21,7 @@ QUIET = {
     "accelerator": "cpu", "devices": 1, "enable_progress_bar": False, "enable_model_summary": False,
     "log_every_n_steps": 1,
 }  # fmt: skip
+FILES = ["run_report.json", "run_report.png", "run_report_curves.png"]
 pytestmark = pytest.mark.filterwarnings("ignore:.*(directory .* not empty|treespec|You are overfitting|`shuffle=True`)")
 
 
@@ -88,7 +91,8 @@ def test_another_fit_of_the_trainer_counts_anew_and_overwrites_nothing(tmp_path)
     resumed = RunReport()
     made(tmp_path, resumed, max_epochs=4).fit(Steps(), rows(2), rows(1), ckpt_path=report.summary.best[0].path)
     assert resumed.summary.epochs == resumed.summary.steps / 2 == 2
-    assert names(tmp_path) == [f"run_report{n}.{kind}" for n in ("", "_2", "_3") for kind in ("json", "png")]
+    files = [f"run_report{n}.{kind}" for n in ("", "_2", "_3") for kind in ("json", "png")]
+    assert names(tmp_path) == sorted([*files, "run_report_3_curves.png"])  # of the fit that validated twice
 
 
 @pytest.mark.parametrize(
@@ -96,10 +100,11 @@ def test_another_fit_of_the_trainer_counts_anew_and_overwrites_nothing(tmp_path)
     [
         ({"fast_dev_run": True}, []),
         ({"logger": False}, []),
-        ({"overfit_batches": 1}, ["run_report.json", "run_report.png"]),
-        ({"callbacks": [], "enable_checkpointing": False}, ["run_report.json", "run_report.png"]),
+        ({"overfit_batches": 1}, FILES),
+        ({"callbacks": [], "enable_checkpointing": False}, FILES),
+        ({"limit_val_batches": 0, "callbacks": [], "enable_checkpointing": False}, FILES[:2]),
     ],
-    ids=["fast_dev_run", "no logger", "overfit_batches", "no checkpoints"],
+    ids=["fast_dev_run", "no logger", "overfit_batches", "no checkpoints", "no validation"],
 )
 def test_other_fits(options, files, tmp_path, capsys):
     report = RunReport()
@@ -123,6 +128,52 @@ def test_a_fit_that_is_stopped_is_reported_up_to_there(error, status, tmp_path, 
     assert told["error"] == ("ValueError: planted" if status == "failed" else None)
     assert f"batches 3, {told['seconds']:.3g} s, {status}" in capsys.readouterr().out
     assert isinstance(trainer.profiler, PassThroughProfiler)
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Figures by the names of their files."""
+    figures = {}
+    save = Figure.savefig
+
+    def record(figure, path, **options):
+        figures[next(name for name in FILES if name in str(path))] = figure
+        save(figure, path, **options)
+
+    monkeypatch.setattr(Figure, "savefig", record)
+    return figures
+
+
+def test_pictures_have_units_and_mark_the_best_checkpoint(tmp_path, drawn):
+    report = RunReport()
+    made(tmp_path, report).fit(Steps(), rows(4), rows(1))
+    (axis,) = drawn["run_report.png"].axes
+    assert axis.get_xlabel().startswith("time, s (")
+    assert len({bar.get_facecolor() for bar in axis.patches}) == 1  # parts are told by their names
+    (axis,) = drawn["run_report_curves.png"].axes
+    assert (axis.get_xlabel(), axis.get_ylabel()) == ("optimizer step", "val/loss")
+    curve, best = axis.lines
+    assert curve.get_xydata().tolist() == [[4, 1.25], [8, 0.25], [12, 1.25]]
+    assert [[*point] for point in report.summary.curves["val/loss"]] == curve.get_xydata().tolist()
+    assert best.get_xydata().tolist() == [[8, 0.25]]
+    assert best.get_color() != curve.get_color()
+    assert axis.get_title() == "best checkpoint: 0.25"
+
+
+def test_rates_are_not_written_as_powers_of_ten(tmp_path, drawn):
+    report = RunReport()
+    made(tmp_path, report, max_epochs=1).fit(Steps(), rows(1), rows(1))
+    summary = replace(report.summary, samples_per_s=18412.3)
+    summary.draw(tmp_path / "run_report.png")
+    assert drawn["run_report.png"].axes[0].get_xlabel().endswith("in all, 18,412 samples/s)")
+    assert ("samples", "18,412 a second") in summary.table().rows
+
+
+def test_long_curves_are_thinned(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_report, "_MOST_POINTS", 4)
+    report = RunReport()
+    made(tmp_path, report, max_epochs=6).fit(Steps(), rows(1), rows(1))
+    assert [step for step, _ in report.summary.curves["val/loss"]] == [1, 3, 5, 6]
 
 
 class Counting(SimpleProfiler):

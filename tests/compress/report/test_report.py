@@ -87,15 +87,48 @@ def test_picture_marks_what_was_picked_and_what_was_refused():
     low, high = accuracy.get_xlim()
     assert low > -0.4  # dots, on an axis that need not begin at 0
     assert high > 0.99
-    assert not accuracy.patches
-    colours = [patch.get_facecolor() for patch in file.patches]
+    (highlight,) = accuracy.patches  # and no bars
+    assert (highlight.get_y(), highlight.get_height()) == (1.5, 1)  # behind the third form, which was picked
+    assert [one.get_y() for one in file.patches if one.get_height() == 1] == [1.5]
+    colours = [patch.get_facecolor() for patch in file.patches if patch.get_height() < 1]
     assert colours[0][:3] != colours[1][:3] != colours[2][:3]
     assert colours[2][:3] == colours[3][:3]
     assert [colour[3] for colour in colours] == [1, 1, 1, 0.3, 0.3]
     labels = figure.axes[0].get_yticklabels()
     assert [one.get_text() for one in labels][2:] == ["int8 runtime (picked)", "int8 (refused)", "int8 lost (failed)"]
     assert [one.get_fontweight() for one in labels] == ["normal", "normal", "bold", "normal", "normal"]
-    assert [one.get_text() for one in figure.legends[0].get_texts()] == ["fp32 eager", "float", "int8, float8"]
+    assert [one.get_text() for one in figure.legends[0].get_texts()] == ["fp32 eager", "float", "quantized", "picked"]
+
+
+def test_picture_shows_intervals_and_what_is_noise():
+    report = compared()
+    steady = report.rows[1].latencies[8]
+    report.rows[1] = report.rows[1]._replace(
+        latencies={8: Latency(1.2, 1.3, 11, tuple(1.0 + 0.1 * i for i in range(9)))}
+    )
+    report.rows[2] = report.rows[2]._replace(latencies={8: steady._replace(p95_ms=9.0)})
+    figure = _draw(report)
+    axis = figure.axes[2]
+    (line,) = axis.lines  # the others have none
+    assert line.get_xydata().tolist() == [[pytest.approx(1.0), 1], [pytest.approx(1.8), 1]]
+    texts = {text.get_position()[1]: text for text in axis.texts}
+    assert texts[1].get_position()[0] == pytest.approx(1.8)  # beside the interval
+    assert [text.get_text().strip() for _, text in sorted(texts.items())] == ["6", "1.2", "~1.2", "0.1", "-"]
+    assert "98% interval" in figure.get_suptitle()
+    assert "~: the machine was busy" in figure.get_suptitle()
+    assert "busy" not in _draw(compared()).get_suptitle()
+
+
+def test_panels_have_units_and_files_of_integers_their_colour():
+    report = Report("export", "cpu")
+    for name in ("fp32 eager", "int8 ONNX Runtime static, onnx file"):
+        report.add(Row(name, file_bytes=10, latencies={8: Latency(1.0, 1.0, 1)}, metrics={"val/accuracy": 0.9778}))
+    figure = _draw(report)
+    accuracy, file, latency = figure.axes
+    assert [one.get_xlabel() for one in figure.axes] == ["val/accuracy", "file size, MB", "latency at batch 8, ms"]
+    assert [one.get_text() for one in figure.legends[0].get_texts()] == ["fp32 eager", "quantized"]
+    assert accuracy.get_xlim()[1] < 1  # equal values do not stretch the axis beyond what can be
+    assert file.get_xlim()[0] == latency.get_xlim()[0] == 0
 
 
 def test_files_hold_what_was_measured(tmp_path):
