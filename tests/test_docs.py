@@ -207,6 +207,18 @@ def test_files_that_the_pages_name_exist():
     assert [one for one in sorted(named) if not (ROOT / one[1]).exists()] == []
 
 
+def test_the_page_of_the_configs_names_each_with_what_its_first_line_promises():
+    rows = [line for line in (ROOT / "docs" / "configs.md").read_text().splitlines() if line.startswith("| `configs/")]
+    of_config = dict(re.fullmatch(r"\| `configs/(\w+\.yaml)` (\|.*)", row).groups() for row in rows)
+    assert sorted(of_config) == sorted(path.name for path in (ROOT / "configs").glob("*.yaml"))
+    for name, row in of_config.items():
+        promise = (ROOT / "configs" / name).read_text().splitlines()[0].partition(" With ")[0]
+        figures = re.findall(r"(?:above|below|at|byte of) (-?\d[\d.e-]*\d|\d)(?![\d\w])", promise)
+        times = re.findall(r"[\w ]+ minutes? on 2 cores|half an hour on one core at most", promise)
+        assert [said for said in [*figures, *map(str.strip, times)] if said not in row] == [], name
+        assert ("GPU" in promise) == ("GPU" in row), name
+
+
 def test_public_names_have_a_docstring_and_a_place_in_the_reference():
     sys.path.insert(0, str(ROOT / "docs"))
     try:

@@ -379,6 +379,6 @@ def ddp_options(strategy: DDPStrategy) -> dict[str, Any]:
 def omit_unknown_epochs(trainer: Trainer) -> None:
     """Leave the last epoch out of the bar of a run that steps or time end, where RichProgressBar writes ``/-2``."""
     bar = trainer.progress_bar_callback
-    if isinstance(bar, RichProgressBar) and trainer.max_epochs == -1:
+    if isinstance(bar, RichProgressBar):  # max_epochs may be None until the fit makes it -1
         describe = bar._get_train_description
         bar._get_train_description = lambda current_epoch: describe(current_epoch).replace("/-2", "")  # type: ignore[method-assign]

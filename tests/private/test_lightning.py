@@ -450,4 +450,5 @@ def test_the_bar_of_a_run_that_steps_end_names_no_last_epoch(options, last):
     bar = trainer.progress_bar_callback
     bar._trainer = trainer
     private.omit_unknown_epochs(trainer)
+    trainer.fit_loop.max_epochs = trainer.max_epochs or -1  # as a fit does
     assert bar._get_train_description(3).strip() == f"Epoch 3{last}"
