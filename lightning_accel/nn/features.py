@@ -29,7 +29,9 @@ def require_width(layer: nn.Module, x: Any, size: str, width: int, shape: str, *
     if not isinstance(x, Tensor):
         raise TypeError(f"{_takes(layer, size, width, shape)}; got a {type(x).__name__}. Make it a tensor")
     if x.ndim == 0 or (ndim and x.ndim != ndim) or (x.shape[dim] != width and width >= 0):
-        raise ValueError(f"{_takes(layer, size, width, shape)}; got {tuple(x.shape)}")
+        is_other_width = x.ndim > 0 and ndim in (0, x.ndim)
+        hint = f". Pass {size}={x.shape[dim]}, or an input of that width" if is_other_width else ""
+        raise ValueError(f"{_takes(layer, size, width, shape)}; got {tuple(x.shape)}{hint}")
 
 
 def require_rows(layer: nn.Module, x: Any, size: str, width: int) -> None:
