@@ -11,7 +11,12 @@ import pytest
 
 NOTEBOOKS = sorted(Path(__file__).parents[1].glob("notebooks/*.ipynb"))
 LONG = [pytest.mark.slow, pytest.mark.weekly]
-MARKS: dict[str, list[pytest.MarkDecorator]] = {"custom_ops": [], "language_models": LONG, "tune": LONG}
+MARKS: dict[str, list[pytest.MarkDecorator]] = {
+    "custom_ops": [],
+    "language_models": LONG,
+    "mixture_of_experts": LONG,
+    "tune": LONG,
+}
 
 
 @pytest.fixture(autouse=True)
