@@ -20,6 +20,7 @@ from lightning_accel.callbacks.compression_phase import current_phase, in_final_
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of, not_logged
 
+_HIGHER_IS_BETTER = re.compile(r"(^|[/_ ])(acc|accuracy|auc|auroc|f1|precision|recall|r2|log_prob)($|[/_ ])")
 _AT_EPOCH_END = " What is logged at the end of training epochs alone needs check_on_train_epoch_end=True"
 
 
@@ -90,6 +91,11 @@ class RestoringEarlyStopping(LightningEarlyStopping):
         if patience < 1 or smooth_over < 1:
             raise ValueError(
                 f"patience and smooth_over must be at least 1 check; got patience={patience}, smooth_over={smooth_over}"
+            )
+        if mode == "min" and _HIGHER_IS_BETTER.search(monitor):
+            rank_zero_warn(
+                f"RestoringEarlyStopping takes lower values of {monitor!r} for better, and restores the weights of the "
+                "lowest; pass mode='max' if higher ones are"
             )
         super().__init__(
             monitor,

@@ -26,6 +26,8 @@ _PREFIXES = (
     "NCCL_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTORCH_", "TORCH", "TRITON_",
 )  # fmt: skip
 
+_BUDGET = re.compile(rb"""\bbudget\s*=\s*("[^"\n]*"|'[^'\n]*'|[\d.]+)""")
+
 
 def identity_of(project: Project, goal: str, files: Iterable[Path]) -> dict[str, Any]:
     """Return what tells measurements of a project from others before it has run, as plain values.
@@ -126,7 +128,11 @@ def _version(name: str) -> str | None:
 
 
 def _digest(file: Path) -> str | None:
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+    """Return the digest of a file, or None without one; budgets in code decide how much is measured, not what."""
+    if not file.is_file():
+        return None
+    content = file.read_bytes()
+    return hashlib.sha256(_BUDGET.sub(b"", content) if file.suffix == ".py" else content).hexdigest()
 
 
 def require_same(then: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
@@ -138,7 +144,7 @@ def require_same(then: Mapping[str, Any], now: Mapping[str, Any], folder: Path) 
     if found := _differences(then, now):
         raise ValueError(
             f"{folder} holds measurements of another run, or of this one under other conditions: {'; '.join(found)}. "
-            "Remove the folder, or choose another one by --output"
+            "Remove the folder, or choose another output"
         )
 
 

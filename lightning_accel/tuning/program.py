@@ -17,7 +17,7 @@ from lightning_accel.tuning.outcome import Outcome
 from lightning_accel.tuning.project import Project, project_of
 from lightning_accel.tuning.search import Search
 from lightning_accel.tuning.variant import IN_TRIAL
-from lightning_accel.tuning.writing import claim, overlay, write_outcome
+from lightning_accel.tuning.writing import claim, overlay, why_nothing, write_outcome
 
 progress = import_on_use("rich.progress")
 
@@ -81,6 +81,7 @@ def tune(
             on from what it has measured.
         RuntimeError: if it is called by the file of the run, when a trial imports that.
         TrialError: if the run does not work as it is, or has no data for its goal.
+        TypeError: if ``config`` is none of these, as where the function was called.
         ValueError: if the function cannot be imported by another process, the budget is not a time, a name in ``allow``
             is unknown, or the folder holds measurements of another run, or of this one before it was changed.
     """
@@ -101,7 +102,7 @@ def tune(
         project, files = project_of(config), [Path(project_of(config).arguments["make"].rpartition(":")[0])]
         command = f"tune({config.__name__}) of {files[0].name}"
     else:
-        arguments = ["--config", str(config)] if isinstance(config, str | Path) else list(config)
+        arguments = ["--config", str(config)] if isinstance(config, str | Path) else _arguments(config)
         project = Project("lightning_accel.cli.tune:fit_config", {"arguments": arguments})
         files = files_in(arguments)
         command = f"lightning-accel tune {' '.join(arguments)}"
@@ -137,7 +138,18 @@ def tune(
                 bar.print(overlay(outcome, *written), markup=False, highlight=False, soft_wrap=True)
             bar.print(f"best so far: {claim(outcome)}" if outcome.is_faster else "nothing better was found so far")
             raise
+    if callable(config):
+        print(f"{claim(outcome) if outcome.is_faster else why_nothing(outcome)}; see {folder / 'report.md'}")
     return outcome
+
+
+def _arguments(given: object) -> list[str]:
+    if not isinstance(given, Sequence) or not all(isinstance(one, str) for one in given):
+        raise TypeError(
+            "tune takes a config file, a list of arguments of fit, or a function that makes a run; got "
+            f"{type(given).__name__}. Pass the function itself, tune(make), not what it returns"
+        )
+    return list(given)
 
 
 def make_folder(folder: Path) -> None:

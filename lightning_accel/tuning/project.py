@@ -127,13 +127,18 @@ def project_of(make: Callable[..., Any]) -> Project:
     """Return the project of a function ``make(**trainer_options)`` that returns (trainer, module, data).
 
     Raises:
-        ValueError: if other processes cannot import the function.
+        ValueError: if other processes cannot import the function, or if it takes no options for the Trainer.
     """
     file = None if "<locals>" in make.__qualname__ or make.__name__ == "<lambda>" else inspect.getsourcefile(make)
     if file is None or not Path(file).is_file():
         raise ValueError(
             f"tune runs {make.__qualname__} in processes of their own, which import it from its file: define it at the "
             "top level of a .py file (in a notebook, write one by %%writefile), and give tune the function from there"
+        )
+    if not any(one.kind is one.VAR_KEYWORD for one in inspect.signature(make).parameters.values()):
+        raise ValueError(
+            f"{make.__qualname__} takes no further options, and so no trial could change the run: define it as "
+            f"{make.__name__}(**options), and pass them on, Trainer(**options)"
         )
     return Project("lightning_accel.tuning.project:fit_made", {"make": f"{Path(file).resolve()}:{make.__qualname__}"})
 

@@ -357,7 +357,7 @@ def test_what_cannot_work_is_refused():
         with pytest.raises(ValueError, match=message):
             ours(**options)
     with pytest.raises(ValueError, match="2 RestoringEarlyStopping callbacks would put back best weights"):
-        fit(Scripted(1.0), ours(), ours(monitor="val/accuracy"))
+        fit(Scripted(1.0), ours(), ours(monitor="val/accuracy", mode="max"))
     fit(Scripted(*FIGURES), ours(), ours(mode="max", restore_best=False))
     with pytest.raises(ValueError, match="looks at the metric after validations, but this run"):
         fit(Scripted(1.0), ours(check_on_train_epoch_end=False), validation=None)
@@ -521,3 +521,11 @@ def test_parts_of_each_process_are_put_back(tmp_path, kind):
 @pytest.mark.parametrize("name", ["classifier", "language_model", "sequence"])
 def test_our_own_modules_are_served(tmp_path, name, kind):
     run_ranks(check_split, tmp_path, name, kind)
+
+
+@pytest.mark.parametrize("monitor", ["val/accuracy", "val_acc", "test/auroc"])
+def test_lower_accuracies_for_better_are_warned_of(monitor):
+    with pytest.warns(UserWarning, match="pass mode='max'"):
+        RestoringEarlyStopping(monitor)
+    RestoringEarlyStopping(monitor, mode="max")
+    RestoringEarlyStopping("val/loss_of_accelerations")

@@ -173,3 +173,20 @@ def test_tune_says_what_it_uses_again(monkeypatch, tmp_path, capsys):
     with pytest.raises(ValueError, match=r"machine was .*, and is another machine"):
         tune(foreign_run.works, 1200, tmp_path)
     assert (tmp_path / "report.md").read_text() == report
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after", "stays"),
+    [
+        ("run.py", 'tune(make, budget="90s")', "tune(make, budget='10m')", True),
+        ("run.py", 'tune(make, budget="90s")', "tune(make, budget = 600)", True),
+        ("run.py", 'tune(make, budget="90s")', 'tune(build, budget="90s")', False),
+        ("run.yaml", 'budget="90s"', 'budget="10m"', False),
+    ],
+)
+def test_a_budget_in_code_does_not_make_another_run(tmp_path, name, before, after, stays):
+    path = tmp_path / name
+    path.write_text(before)
+    first = state_of([str(path)], [])
+    path.write_text(after)
+    assert (state_of([str(path)], []) == first) == stays

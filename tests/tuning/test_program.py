@@ -104,3 +104,15 @@ def test_a_script_without_a_guard_is_told_at_once(run_folder):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, env=environment, timeout=200)
     assert done.stderr.splitlines()[-1].endswith("which an import does not run")
+
+
+def without_options():
+    """What a newcomer may write: nothing could be changed in its run."""
+
+
+def test_what_is_no_run_is_named_before_anything_is_measured(run_folder):
+    with pytest.raises(TypeError, match=r"got tuple. Pass the function itself, tune\(make\), not what it returns"):
+        tune((1, 2, 3))
+    with pytest.raises(ValueError, match=r"takes no further options.*define it as without_options\(\*\*options\)"):
+        tune(without_options)
+    assert not list(run_folder.iterdir())
