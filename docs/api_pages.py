@@ -1,14 +1,18 @@
 """Write the pages of the API reference, one for each package, from the names that the packages export."""
 
+from __future__ import annotations
+
 import importlib
 import inspect
 import pprint
 from pathlib import Path
 from types import ModuleType
-
-from sphinx.application import Sphinx
+from typing import TYPE_CHECKING
 
 import lightning_accel
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
 
 PACKAGES = {
     "models": "Models",

@@ -533,7 +533,7 @@ def test_a_start_that_no_speed_makes_up_for_is_not_waited_for(monkeypatch, tmp_p
 
 def test_measurements_of_another_run_are_not_mixed(world, tmp_path):
     run(tmp_path)
-    with pytest.raises(ValueError, match=r"another run.*--output"):
+    with pytest.raises(ValueError, match=r"another run.*choose another output"):
         run(tmp_path, identity={"of": "another"})
 
 
