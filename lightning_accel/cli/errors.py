@@ -73,8 +73,9 @@ def _require_config_file(path: Path) -> None:
         return
     if not path.is_file():
         beside = path.parent.glob("*.y*ml") if path.parent.is_dir() else []
-        others = f"; the package has {', '.join(shipped_configs())}"
-        hint = nearest(str(path), [*map(str, beside), *shipped_configs()])
+        is_name = path.parent in (Path(), Path("configs"))
+        others = f"; the package has {', '.join(shipped_configs())}" if is_name else ""
+        hint = nearest(str(path), [*map(str, beside), *(shipped_configs() if is_name else ())])
         raise UsageError(f"no config file {path}{hint or others}")
     try:
         with path.open() as file:

@@ -38,9 +38,10 @@ WRONG = [
     ([*OURS, "--config=absent.yaml"], r"no config file absent.yaml; did you mean 'present.yaml'\?"),
     ([*OURS, "--config=moe_digit.yaml"], r"no config file moe_digit.yaml; did you mean 'moe_digits"),
     (
-        [*OURS, "--config=sales/q3.yaml"],
-        r"no config file sales/q3.yaml; the package has compress_cnn.yaml, compress_lm",
+        [*OURS, "--config=quarterly_sales.yaml"],
+        r"no config file quarterly_sales.yaml; the package has compress_cnn.yaml, compress_lm",
     ),
+    ([*OURS, "--config=runs/q3.yaml"], r"no config file runs/q3.yaml\n?$"),
     (["fot"], r"no subcommand 'fot'; did you mean 'fit'\?"),
     (["--trainer.max_epochs=3"], r"'trainer.max_epochs' comes after the subcommand"),
     ([*OURS, "--trainer.max_epoch=3"], r"no option 'trainer.max_epoch'; did you mean 'trainer.max_epochs'\?"),

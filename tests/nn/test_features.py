@@ -4,6 +4,8 @@ import re
 
 import pytest
 import torch
+
+from lightning_accel.nn.features import require_width
 from lightning import Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -225,3 +227,10 @@ def test_a_fit_on_rows_of_another_width_says_so(make, message, tmp_path):
     )  # fmt: skip
     with pytest.raises(ValueError, match=rf"{message} .* of 10 values; got \(2, 8, 8\)"):
         trainer.fit(make(), rows)
+
+
+def test_another_width_names_the_argument_that_sets_it():
+    with pytest.raises(ValueError, match=r"got \(5, 3\). Pass input_size=3, or an input of that width"):
+        require_width(torch.nn.Linear(4, 2), torch.ones(5, 3), "input_size", 4, "x (N, {})", ndim=2)
+    with pytest.raises(ValueError, match=r"got \(5,\)$"):
+        require_width(torch.nn.Linear(4, 2), torch.ones(5), "input_size", 4, "x (N, {})", ndim=2)
