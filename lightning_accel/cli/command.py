@@ -113,6 +113,19 @@ def _name_optimizers(words: list[str]) -> list[str]:
     return full
 
 
+def _checkpoint_last(words: Sequence[str]) -> list[str]:
+    """Move ``--ckpt_path`` to the end: a config of an earlier run has ``ckpt_path: null``, which overrides it there."""
+    kept: list[str] = []
+    moved: list[str] = []
+    remaining = iter(words)
+    for word in remaining:
+        if word == "--ckpt_path":
+            moved += [word, *(value for value in [next(remaining, None)] if value is not None)]
+        else:
+            (moved if word.startswith("--ckpt_path=") else kept).append(word)
+    return kept + moved
+
+
 class AccelCLI(LightningCLI):
     """Run any model and data class from configs, like LightningCLI with the following differences.
 
@@ -207,9 +220,10 @@ class AccelCLI(LightningCLI):
         """Parse; the parser finds a class of this package by its bare name only once that is imported."""
 
         def parse() -> Namespace:
-            return parser.parse_object(args) if isinstance(args, dict | Namespace) else parser.parse_args(args)
+            return parser.parse_object(args) if isinstance(args, dict | Namespace) else parser.parse_args(arguments)
 
-        arguments = sys.argv[1:] if args is None else args if isinstance(args, list) else [str(args)]
+        given = sys.argv[1:] if args is None else args if isinstance(args, list) else [str(args)]
+        arguments = _checkpoint_last(given)
         _import_classes(arguments)
         try:
             self.config = parse()

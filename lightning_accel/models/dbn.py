@@ -95,7 +95,7 @@ class DeepBeliefNetwork(EvaluatedNetwork):
     Args:
         num_visible: values in a sample once flattened; by default the datamodule's ``num_features``.
         hidden_dims: hidden units of each RBM.
-        stages: how each RBM is trained; a single one applies to all.
+        stages: how each RBM is trained; a single one applies to all, and by default ``Stage()`` does.
         fine_tuning: how all layers are trained at last, see :class:`lightning_accel.models.FineTuning`.
         visible: kind of the lowest units, ``bernoulli`` or ``gaussian``, see :class:`lightning_accel.RBM`.
         labels: whether the top RBM models the class together with the units below: to classify without a head, or
@@ -139,7 +139,7 @@ class DeepBeliefNetwork(EvaluatedNetwork):
         self,
         num_visible: int | None = None,
         hidden_dims: Sequence[int] = (256,),
-        stages: Sequence[Stage] = (Stage(),),
+        stages: Sequence[Stage] = (),
         *,
         fine_tuning: FineTuning = FineTuning(),
         visible: Visible = "bernoulli",
@@ -158,7 +158,7 @@ class DeepBeliefNetwork(EvaluatedNetwork):
         minibatch_size = None if minibatch_size is None else index(minibatch_size)
         class_names = None if class_names is None else list_of_str(class_names)
         fine_tuning = read_options(FineTuning, fine_tuning)
-        stages = [Stage.from_dict(stage) if isinstance(stage, dict) else stage for stage in stages]
+        stages = [Stage.from_dict(stage) if isinstance(stage, dict) else stage for stage in stages] or [Stage()]
         self.save_hyperparameters(ignore=["optimizer"])
         keep_plain_hyperparameters(self)
         self.hparams["stages"] = [vars(stage).copy() for stage in stages]

@@ -4,8 +4,6 @@ import re
 
 import pytest
 import torch
-
-from lightning_accel.nn.features import require_width
 from lightning import Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -26,6 +24,7 @@ from lightning_accel.nn import (
     TransformerBlock,
     TreeRNN,
 )
+from lightning_accel.nn.features import require_width
 from lightning_accel.nn.relational.layers import RO3Conv, RO3Pooling
 from lightning_accel.nn.relational.pooling import RelationalPooling
 
