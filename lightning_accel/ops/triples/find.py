@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_accel._private.torch import is_batched
 from lightning_accel.ops.native import KERNELS, check_one_device, runs_kernel
 from lightning_accel.ops.triples.csr import csr_sum
 from lightning_accel.ops.triples.products import triangle_product, with_common_dtype
@@ -93,8 +92,7 @@ def triangle_sum(x: Tensor, y: Tensor | None, triples: Triples) -> Tensor:
         (N, R), float32 for narrower factors.
     """
     x, y = with_common_dtype(x, y)
-    factors = [x] if y is None else [x, y]
-    if runs_kernel(*factors, triples.triangle) and not any(map(is_batched, factors)):
+    if runs_kernel(*([x] if y is None else [x, y]), triples.triangle):
         out: Tensor = _TriangleSum.apply(x, y, triples)
         return out
     return triangle_product(x, y, triples.edge, triples.triangle_edge, triples.third_rowptr, triples.third)

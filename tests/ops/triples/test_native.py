@@ -179,3 +179,14 @@ def test_sums_over_triangles_are_taken_by_the_kernel(monkeypatch):
     each = torch.func.vmap(lambda one: triangle_sum(one, None, triples))(torch.stack([x, 2 * x]))
     assert by_formula
     torch.testing.assert_close(each, torch.stack([plain, 4 * plain]))
+
+
+def test_gradients_of_many_outputs_at_once():
+    triples = find_triples(random_graph(20, 150), 20)
+    x, y = torch.randn(2, 20, 4, dtype=torch.float64).requires_grad_()
+    out = triangle_sum(x, y, triples)
+    many = torch.randn(3, 20, 4, dtype=torch.float64)
+    grads = torch.autograd.grad(out, (x, y), many, retain_graph=True, is_grads_batched=True)
+    each = [torch.autograd.grad(out, (x, y), one, retain_graph=True) for one in many]
+    for found, expected in zip(grads, zip(*each, strict=True), strict=True):
+        torch.testing.assert_close(found, torch.stack(expected))
