@@ -26,7 +26,7 @@ _PREFIXES = (
     "NCCL_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTORCH_", "TORCH", "TRITON_",
 )  # fmt: skip
 
-_BUDGET = re.compile(rb"""\bbudget\s*=\s*("[^"\n]*"|'[^'\n]*'|[\d.]+)""")
+_BUDGET = re.compile(rb"""(\btune\([^()]*?\b)budget\s*=\s*("[^"\n]*"|'[^'\n]*'|[\d.]+)""")
 
 
 def identity_of(project: Project, goal: str, files: Iterable[Path]) -> dict[str, Any]:
@@ -128,11 +128,11 @@ def _version(name: str) -> str | None:
 
 
 def _digest(file: Path) -> str | None:
-    """Return the digest of a file, or None without one; budgets in code decide how much is measured, not what."""
+    """Return the digest of a file, or None without one; budgets of tune decide how much is measured, not what."""
     if not file.is_file():
         return None
     content = file.read_bytes()
-    return hashlib.sha256(_BUDGET.sub(b"", content) if file.suffix == ".py" else content).hexdigest()
+    return hashlib.sha256(_BUDGET.sub(rb"\1", content) if file.suffix == ".py" else content).hexdigest()
 
 
 def require_same(then: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:

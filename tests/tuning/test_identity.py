@@ -181,6 +181,7 @@ def test_tune_says_what_it_uses_again(monkeypatch, tmp_path, capsys):
         ("run.py", 'tune(make, budget="90s")', "tune(make, budget='10m')", True),
         ("run.py", 'tune(make, budget="90s")', "tune(make, budget = 600)", True),
         ("run.py", 'tune(make, budget="90s")', 'tune(build, budget="90s")', False),
+        ("run.py", "Net(budget=3)", "Net(budget=4)", False),  # of a module, which it may change
         ("run.yaml", 'budget="90s"', 'budget="10m"', False),
     ],
 )
