@@ -11,13 +11,14 @@ from multiprocessing import connection
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from lightning_accel.measure.machine import describe_machine
+_BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"  # with it, looking for GPUs does not start CUDA, which survives no fork
 
 
 def can_fork() -> bool:
-    """Return whether forked processes are as good as new ones: on Linux, without GPUs, which do not survive a fork."""
-    return sys.platform == "linux" and not describe_machine().gpus
+    """Return whether forked processes are as good as new ones, as they are on Linux."""
+    return sys.platform == "linux"
 
 
 class ForkedProcess:
@@ -74,7 +75,7 @@ class ForkServer:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env=self._environment,
+                env={**self._environment, _BY_NVML: "1"},
                 start_new_session=True,
             )
         assert self._process.stdin is not None
@@ -160,6 +161,7 @@ def serve() -> Path | None:
                     os.close(wakeup)
                     specification, output = json.loads(line)
                     _begin_trial(output, replies)
+                    _require_cuda(specification)
                     return Path(specification)
 
 
@@ -196,3 +198,13 @@ def _begin_trial(output: str, replies: int) -> None:
     np.random.seed()  # noqa: NPY002  # new processes begin with random numbers of their own
     os.write(replies, json.dumps([os.getpid()]).encode() + b"\n")
     os.close(replies)
+
+
+def _require_cuda(specification: str) -> None:
+    """Begin as a new process where there are GPUs and an import of the server has started CUDA."""
+    os.environ.pop(_BY_NVML, None)
+    if torch.cuda.device_count():
+        try:
+            torch.cuda.init()
+        except RuntimeError:
+            os.execv(sys.executable, [*sys.orig_argv, specification])

@@ -19,6 +19,7 @@ from lightning_accel.tuning.savings import savings_for
 _EXACT = ("equal", "exact")  # kinds of changes whose losses are equal up to rounding
 # shares of the budget after which no such measurement begins
 _UNTIL_ALONE, _UNTIL_TOGETHER, _UNTIL_ADDED = 0.45, 0.6, 0.65
+_UNTIL_FIRST = 0.7  # of changes alone as long as none is faster: there is nothing to measure together or to compare
 _NOTABLY = 1.02  # more, for which another change is tried in the place of a simpler one
 _PROMISING = 0.9  # a change that is slower alone may be faster beside others, but hardly one that is slower by more
 
@@ -92,7 +93,8 @@ class Search:
             if isinstance(factor, Refusal):
                 self.outcome.refused.append(factor)
                 continue
-            if not self.measurer.may_begin(f"alone {factor.name}", _UNTIL_ALONE):
+            has_won = any(found.wins for found in self.outcome.alone.values())
+            if not self.measurer.may_begin(f"alone {factor.name}", _UNTIL_ALONE if has_won else _UNTIL_FIRST):
                 self.outcome.refused.append(Refusal(factor.name, "the budget did not suffice"))
                 continue
             if reason := self.measurer.why_no_room(factor):

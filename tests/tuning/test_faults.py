@@ -370,6 +370,25 @@ def test_a_server_that_still_imports_is_not_waited_for(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("has_started_cuda", [False, True])
+def test_a_forked_process_begins_anew_where_cuda_does_not_start_in_it(tmp_path, has_started_cuda):
+    init = "lambda: (_ for _ in ()).throw(RuntimeError('CUDA driver initialization failed'))"
+    one = server_of(
+        "import os, sys, torch\nfrom pathlib import Path\nfrom lightning_accel.tuning.fork_server import serve\n"
+        f"torch.cuda.device_count, torch.cuda.init = lambda: 1, {init if has_started_cuda else 'lambda: None'}\n"
+        "asked, path, is_new = os.environ.get('PYTORCH_NVML_BASED_CUDA_CHECK'), sys.argv[1:], len(sys.argv) > 1\n"
+        "path = Path(path[0]) if path else serve()\n"
+        "if path is not None:\n"
+        "    path.write_text(f\"{asked} {is_new} {os.environ.get('PYTORCH_NVML_BASED_CUDA_CHECK')}\")\n"
+    )
+    try:
+        assert one.fork(tmp_path / "trial.json", tmp_path / "output.txt").wait() == 0
+    finally:
+        one.stop()
+    assert (tmp_path / "trial.json").read_text() == ("None True None" if has_started_cuda else "1 False None")
+
+
+@pytest.mark.slow
 def test_no_process_outlives_a_caller_that_did_not_hear_of_it(tmp_path):
     one = server_of(
         "import os, time\nfrom pathlib import Path\nfrom lightning_accel.tuning.fork_server import serve\n"

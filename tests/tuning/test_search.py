@@ -877,6 +877,15 @@ def test_a_budget_goes_first_to_what_starts_fast():
     assert set(tried_in_turn[-2:]) == {"compile"}
 
 
+@pytest.mark.parametrize(("waited", "first"), [(0.2, "matmul_precision=high"), (0.5, "num_workers=1")])
+def test_on_a_gpu_a_budget_goes_first_to_what_most_runs_gain_by(waited, first):
+    every = factors_for(FACTS | {"device": "cuda", "has_attention": True, "num_blocks": 2}, waited)
+    names = [one.name for one in every if isinstance(one, Factor)]
+    assert names[0] == first
+    assert names[-1] == "compile=children, compile_mode=max-autotune"
+    assert names.index("compile=blocks") < min(map(names.index, ("attention=cudnn", "precision=16-mixed")))
+
+
 def test_changes_are_joined_field_by_field():
     joined = Changes({"precision": "a"}, {"threads": 1}) | Changes({"benchmark": True}, {"compile": "blocks"})
     assert dataclasses.astuple(joined)[:2] == (

@@ -172,9 +172,10 @@ def test_a_gpu_skips_and_warns_without_a_wait():
     assert "nan in batch[0], samples 1 of 4" in watchdog.findings[0].text
     warns = Watchdog()
     fit(loader(bad=[2], count=30), warns, accelerator="gpu", devices=1)
-    assert warns.findings == [
-        ("not finite", 2, "the loss is not finite at training batch 2: on_nonfinite='end' says where that begins")
-    ]
+    (found,) = warns.findings
+    assert found[:2] == ("not finite", 2)
+    early, late = "the batch itself is not finite: nan in batch[0], samples 1 of 4", "on_nonfinite='end' says where"
+    assert any(part in found.text for part in (early, late))  # early if the GPU was done before the next step began
 
 
 def test_lbfgs_is_refused_before_training():
