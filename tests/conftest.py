@@ -23,6 +23,8 @@ logging.getLogger("lightning_accel.ops.native_build").addFilter(lambda record: B
 
 # long tests that share nothing
 APART = {"test_configs", "test_foreign", "test_notebooks", "test_readme", "test_recovery", "test_trials"}
+# variables of a run of several processes, which its launcher sets in the first
+LAUNCHED = "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "PL_GLOBAL_SEED"
 LIMIT = 3  # seconds of CPU time of a test that is not slow, on a core that has nothing else to do
 
 
@@ -40,11 +42,18 @@ def pytest_configure(config):
 
 
 @pytest.fixture(autouse=True)
-def seed():
+def process_as_it_was():
+    """A seed, and no trace of the test before: what launchers set, processes that are started later would obey."""
     import torch
 
     torch.manual_seed(0)
-    os.environ.pop("PL_GLOBAL_SEED", None)  # a command line leaves it, and processes that are started then obey it
+    before, threads = {name: os.environ.get(name) for name in LAUNCHED}, torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
