@@ -28,7 +28,7 @@ _FIRST_ON_CUDA = (
     "compile",
 )
 _LAST_ON_CUDA = "compile=children, compile_mode=max-autotune"
-_SLOW_LOADING = 0.3  # share of a step on a GPU, from which on a change to loading gains most
+_SLOW_LOADING = 0.6  # share of a step, from which on a change to loading gains most; a GPU computes in the meantime
 _PREFETCH = 8  # batches ahead of a step, which level out items that take unequally long
 
 

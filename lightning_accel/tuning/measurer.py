@@ -86,6 +86,21 @@ class Measurer:
         """Return whether there is a result, or time for one: less than a share ``until`` of the budget has passed."""
         return name in self.journal or self._passed() <= until
 
+    def may_prove(self, factors: Sequence[Factor], start_seconds: float) -> bool:
+        """Return whether there is time to measure changes together, which start for some seconds, and to prove them."""
+        if self.project.serves:
+            return True
+        kinds = {factor.kind for factor in factors}
+        starts = [start_seconds]
+        steps = 16 * self._turn * self.baseline["rate"]
+        if kinds & {"equal", "exact"}:
+            starts += [self.baseline["start_seconds"]] * 2 + [start_seconds]
+            steps += 3 * _EXACT_STEPS
+        if kinds - {"equal", "exact", "checked"}:
+            starts += [self.baseline["start_seconds"], start_seconds]
+            steps += min(LOOKS) * (self._num_steps((), factors) + self._num_steps(factors, factors))
+        return self.seconds + sum(starts) + steps / self.baseline["rate"] < _BEFORE_PROOF * self.budget
+
     def forget(self, changes: Changes) -> None:
         """End the variant with changes, which is not measured again."""
         self._variants.forget(changes)

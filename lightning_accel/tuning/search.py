@@ -64,11 +64,11 @@ class Search:
         """
         try:
             self._begin()
-            winners = self._try_alone()
+            winners = self._leave_time_to_prove(self._try_alone())
             chosen = self._try_together(winners) if len(winners) > 1 else winners
             if self.outcome.goal != "memory":
                 chosen = self._try_undecided(self._try_added(self._try_rivals(chosen)))
-            self._prove(chosen)
+            self._prove(self._leave_time_to_prove(chosen))
         except (KeyboardInterrupt, OSError):  # such as that of a disk too full for the journal
             self._hand_back_best()
             raise
@@ -116,6 +116,19 @@ class Search:
         gains = [self.outcome.alone[one.name].gain_interval for one in factors]
         least = max((low for low, _ in gains), default=0.0)
         return next((one for one, (_, high) in zip(factors, gains, strict=True) if high >= least), None)
+
+    def _leave_time_to_prove(self, chosen: list[Factor]) -> list[Factor]:
+        """Return the changes without those that start so slowly that there is no time to prove any with them."""
+        chosen = list(chosen)
+        while len(chosen) > 1:
+            starts = {one.name: self.outcome.alone[one.name].start_seconds for one in chosen}
+            slowest = max(chosen, key=lambda one: starts[one.name])
+            if self.measurer.may_prove(chosen, max(starts.values())) or starts[slowest.name] < 2 * min(starts.values()):
+                break
+            reason = f"the budget did not suffice to prove it: it starts for {starts[slowest.name]:.0f} s each time"
+            self.outcome.refused.append(Refusal(slowest.name, reason))
+            chosen.remove(slowest)
+        return chosen
 
     def _try_together(self, winners: list[Factor]) -> list[Factor]:
         """Return the winners without those that the others make useless; or the best alone if they do not add up."""

@@ -156,9 +156,11 @@ def why_nothing(outcome: Outcome) -> str:
     aim = AIMS[outcome.goal]
     if not outcome.num_cut:
         return f"nothing was found that {aim} by more than the interval"
+    promising = max((one for one in outcome.alone.items() if one[1].wins), key=lambda one: one[1].gain, default=None)
+    promise = f"{promising[0]} was {_gain_of(outcome, promising[1])}, without a proof; " if promising else ""
     return (
-        f"nothing was shown within the budget that {aim}: of the measurements, {outcome.num_cut} were left out or cut "
-        "short; the same command with a longer budget (10m suffices for most runs) goes on from there"
+        f"nothing was shown within the budget that {aim}: {promise}of the measurements, {outcome.num_cut} were left "
+        "out or cut short; the same command with a longer budget (10m suffices for most runs) goes on from there"
     )
 
 

@@ -230,6 +230,40 @@ def test_winners_are_joined_and_losers_are_not(world, tmp_path):
     assert outcome.alone["fused_optimizer"].reason == "no difference that the interval shows"
 
 
+@pytest.mark.parametrize(("budget", "chosen"), [(240, ["precision"]), (2400, ["compile", "precision"])])
+def test_what_starts_too_slowly_to_be_proven_gives_way_to_what_can_be(world, tmp_path, budget, chosen):
+    """Compiled layers are faster alone, and start for 60 s: five of these starts, and nothing would be proven."""
+    world.start_seconds = {"compile": 55}
+    outcome = run(tmp_path, budget)
+    assert names(outcome) == chosen
+    assert outcome.is_faster
+    refused = {one.name: one.reason for one in outcome.refused if "prove" in one.reason}
+    if budget < 1000:
+        assert set(refused) == {"compile=children"}
+        assert outcome.num_cut >= 1
+        assert "it starts for 60 s each time" in refused["compile=children"]
+    else:
+        assert not refused
+
+
+def test_without_a_winner_changes_alone_are_tried_for_longer(world, tmp_path):
+    world.speed, found = {"compile": 1.5}, {}
+    for is_early in (False, True):
+        world.speed["precision"] = 1.1 if is_early else 0.9
+        world.passed_seconds = 0.0
+        begin = measurer.Measurer.may_begin
+
+        def slow(self, name, until, begin=begin):
+            world.passed_seconds += 16  # each measurement, of 300 s
+            return begin(self, name, until)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(measurer.Measurer, "may_begin", slow)
+            found[is_early] = run(tmp_path / str(is_early), 300.0)
+    assert len(found[True].alone) == 8
+    assert len(found[False].alone) > 10
+
+
 @pytest.fixture
 def workers(world, monkeypatch):
     """Return the speeds of numbers of workers, which have a world of their own."""
@@ -510,6 +544,9 @@ def test_want_of_time_is_told_from_want_of_speed(world, tmp_path):
     assert why_nothing(short).startswith(
         "nothing was shown within the budget that makes this run faster: of the measurements, 1 were left out"
     )
+    world.speed, world.seed_seconds = {"precision": 1.4}, 1000
+    unproven = why_nothing(run(tmp_path / "unproven"))
+    assert ": precision=bf16-mixed was 1.40 (1.37 to 1.43) times as fast, without a proof; of the meas" in unproven
     with pytest.raises(NotReadyError, match=r"not trained a few steps within the budget of 3 s: give more"):
         run(tmp_path / "none", budget=3.0)
 
@@ -877,7 +914,7 @@ def test_a_budget_goes_first_to_what_starts_fast():
     assert set(tried_in_turn[-2:]) == {"compile"}
 
 
-@pytest.mark.parametrize(("waited", "first"), [(0.2, "matmul_precision=high"), (0.5, "num_workers=1")])
+@pytest.mark.parametrize(("waited", "first"), [(0.2, "matmul_precision=high"), (0.7, "num_workers=1")])
 def test_on_a_gpu_a_budget_goes_first_to_what_most_runs_gain_by(waited, first):
     every = factors_for(FACTS | {"device": "cuda", "has_attention": True, "num_blocks": 2}, waited)
     names = [one.name for one in every if isinstance(one, Factor)]
