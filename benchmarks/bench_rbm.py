@@ -300,13 +300,15 @@ def subjects_of(case: Case) -> dict[str, Subject]:
 
 
 def check_answers(case: Case) -> None:
-    """Every subject learns; ours do all the same, bit for bit where the order of sums is the same."""
+    """Every subject learns; on a CPU, ours do all the same, bit for bit where the order of sums is the same."""
     start = reconstruction_error(case.rows, *of(new_rbm(case))())
     for name, subject in subjects_of(case).items():
         if name != "matmul limit":
             subject.epoch()
             error = reconstruction_error(case.rows, *subject.parameters())
             assert error < start, f"{name} ends at {error}, from {start}"
+    if case.rows.is_cuda:  # numbers that are drawn for many mini-batches at once differ
+        return
     few = case._replace(rows=case.rows[: 4 * case.batch_size + 3], epochs=1)
     loop, at_once = one_call_a_step(few), train_(few)
     module = Manual if case.per_step > 1 else Automatic

@@ -165,7 +165,8 @@ class ContrastiveDivergence:
         It is equivalent to the loop ``optimizer.zero_grad(); self(rbm, rows).backward(); optimizer.step()``, but
         without autograd unless a parameter has hooks or a parametrization. With Bernoulli units,
         :class:`torch.optim.SGD` without Nesterov momentum and step hooks, one process and no autocast, weights and
-        momentum are updated in place, without calls of the optimizer. The last mini-batch always calls
+        momentum are updated in place, without calls of the optimizer; on a GPU, random numbers are drawn for many
+        mini-batches at once then, and differ from those of the loop. The last mini-batch always calls
         ``optimizer.step``, so that schedulers notice a step; Lightning counts each call of this method as one step.
         Gradients are averaged over processes, which need the same number of mini-batches.
 
