@@ -201,6 +201,7 @@ class MoELanguageModel(SizedModel):
         self.embedding: nn.Embedding | None = None
         self.bytes_per_token: float | None = None
         self.tokenizer: Any = None
+        self.register_load_state_dict_pre_hook(_require_tied)
         self.register_buffer("tokens_seen", torch.zeros((), dtype=torch.int64))
         self.val_loss, self.test_loss = MeanMetric(), MeanMetric()
         self.val_load = EpochLoad(len(gates), experts.num_experts)
@@ -457,3 +458,14 @@ def _tensor_parallel_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
             "the gradients of this model. Set data_parallel_size=1, or take the strategy 'accel_fsdp2'"
         )
     return mesh["tensor_parallel"]
+
+
+def _require_tied(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Raise a ValueError if two different weights would be loaded into one, of which the last would remain."""
+    one, other = (state_dict.get(f"{prefix}{name}.weight") for name in ("embedding", "head"))
+    is_plain = not any(each is None or isinstance(each, DTensor) or each.is_meta for each in (one, other))
+    if module.tie_embeddings and is_plain and not torch.equal(one, other):
+        raise ValueError(
+            "tie_embeddings=True needs a checkpoint whose embedding.weight and head.weight are equal, and they differ; "
+            "load it with tie_embeddings=False"
+        )

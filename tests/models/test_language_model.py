@@ -159,6 +159,9 @@ def test_tied_embeddings_are_one_weight_after_loading_too(data, tmp_path):
     assert sum(p.numel() for p in loaded.parameters()) == sum(
         p.numel() for name, p in untied.named_parameters() if name != "head.weight"
     )
+    with pytest.raises(ValueError, match=r"and they differ; load it with tie_embeddings=False"):
+        loaded.load_state_dict(untied.state_dict())
+    untied.load_state_dict(loaded.state_dict())
 
 
 def test_generation_leaves_modes_as_they_were():
