@@ -462,9 +462,11 @@ def _tensor_parallel_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
 
 def _require_tied(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Raise a ValueError if two different weights would be loaded into one, of which the last would remain."""
-    one, other = (state_dict.get(f"{prefix}{name}.weight") for name in ("embedding", "head"))
-    is_plain = not any(each is None or isinstance(each, DTensor) or each.is_meta for each in (one, other))
-    if module.tie_embeddings and is_plain and not torch.equal(one, other):
+    if not module.tie_embeddings:
+        return
+    found = [state_dict.get(f"{prefix}{name}.weight") for name in ("embedding", "head")]
+    weights = [one for one in found if one is not None and not isinstance(one, DTensor) and not one.is_meta]
+    if len(weights) == 2 and not torch.equal(*weights):
         raise ValueError(
             "tie_embeddings=True needs a checkpoint whose embedding.weight and head.weight are equal, and they differ; "
             "load it with tie_embeddings=False"
