@@ -139,9 +139,9 @@ class AccelCLI(LightningCLI):
     parameters, not before; ``--lr_interval step`` steps the scheduler every step. The model may be omitted if
     ``--ckpt_path`` names a checkpoint that records it; if both are given they must fit, and the config overrides the
     checkpoint's hyperparameters. ``--ckpt_path best`` and ``last`` are those of the run in whose folder the config
-    lies, or else of the newest run under its log folder; ``fit --ckpt_path auto`` resumes that run, in its folder, or starts the first. ``predict`` writes
-    ``predictions.csv``, and ``export`` a file that runs without the model's class. Each subcommand saves its config
-    under a separate name.
+    lies, or else of the newest run under its log folder; ``fit --ckpt_path auto`` resumes the newest run of the log
+    folder, in its folder, or starts the first. ``predict`` writes ``predictions.csv``, and ``export`` a file that runs
+    without the model's class. Each subcommand saves its config under a separate name.
 
     Args:
         args: command line, by default the program's own.
