@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib import import_module
 from inspect import Parameter, signature
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch_geometric.nn
 from torch import Tensor, nn
 from torch_geometric.nn import GPSConv, GraphNorm
+from torch_geometric.nn.models.basic_gnn import BasicGNN
 from torch_geometric.utils import scatter
 
 from lightning_accel.nn.graph_attention import run_gps
@@ -55,6 +58,9 @@ class ConvolutionLayers:
     dropout: float = 0.0
     attention_heads: int = 0
     triple_readout: bool = False
+
+
+_CONV_OF = {"GCN": "GCNConv", "GraphSAGE": "SAGEConv", "GIN": "GINConv", "GAT": "GATConv", "PNA": "PNAConv"}
 
 
 class EdgeKind(NamedTuple):
@@ -201,6 +207,8 @@ def find_conv(name: str) -> type[nn.Module]:
     Raises:
         ValueError: if there is none.
     """
+    if isinstance(name, type):
+        raise TypeError(f"conv is the name of a class, such as 'GINConv'; got the class {name.__name__}: pass its name")
     if name == "RO3Conv":
         return RO3Conv
     module, _, short = name.rpartition(".")
@@ -211,11 +219,21 @@ def find_conv(name: str) -> type[nn.Module]:
     except (ImportError, AttributeError) as error:
         raise ValueError(
             "conv must be RO3Conv, a convolution of torch_geometric.nn such as GINConv, or the import path of one; got "
-            f"{name!r}: {error}"
+            f"{name!r}: {error}{_nearest_conv(name)}"
         ) from error
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise ValueError(f"conv must name a class of modules; {name!r} is {found!r}")
+    if issubclass(found, BasicGNN):
+        raise ValueError(
+            f"conv must name one convolution, of which layers.num_layers are made; {name!r} is a whole network"
+            + (f": take {_CONV_OF[found.__name__]}" if found.__name__ in _CONV_OF else "")
+        )
     return found
+
+
+def _nearest_conv(name: str) -> str:
+    found = get_close_matches(name, ["RO3Conv", *torch_geometric.nn.conv.__all__], n=1)
+    return f"; did you mean {found[0]!r}?" if found and found[0] != name else ""
 
 
 def make_conv(kind: type[nn.Module], dim: int, edges: EdgeKind, options: Mapping[str, Any]) -> nn.Module:

@@ -75,6 +75,8 @@ def compare_markings(graphs: Sequence[Data], layers: ConvolutionLayers = Convolu
         >>> [found.alike for found in compare_markings(graphs, ConvolutionLayers("GINConv"))]
         [2, 0]
     """
+    if not isinstance(layers, ConvolutionLayers):
+        raise TypeError(f"layers must be ConvolutionLayers(conv=...), the options of a model; got {layers!r}")
     if not graphs or layers.triple_readout:
         found = "layers.triple_readout=True, which excludes marks" if graphs else "no graphs"
         raise ValueError(f"markings are compared on graphs, for layers without a readout of triples; got {found}")

@@ -100,6 +100,7 @@ class RelationalGNN(SupervisedModel):
 
     target_mean: Tensor  # (S,), mean of the training targets
     target_std: Tensor
+    can_export: ClassVar = False  # as a whole: shapes depend on the values of batch
     from_datamodule: ClassVar = dict.fromkeys(_SIZES, index) | {
         "level": str,
         "target_kind": str,

@@ -90,7 +90,7 @@ def check_edge_index(name: str, edge_index: Any) -> None:
 
 
 def check_edge_attr(name: str, edge_attr: Any, num_nodes: int, num_edges: int, instead: str) -> None:
-    """Raise an error unless ``edge_attr`` has a row for each edge, such as for ``batch``, which PyG's models take third.
+    """Raise an error unless ``edge_attr`` has a row for each edge, such as for a ``batch`` that was passed third.
 
     Args:
         name: of what is called.

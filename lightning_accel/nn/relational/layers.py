@@ -81,6 +81,7 @@ class RelationalOrder3Pooling(nn.Module):
         types = list_of_names(types)
         if not types or len(set(types)) < len(types) or not set(types) <= set(MAPS):
             raise ValueError(f"types must be some of {list(MAPS)}, each once at most; got {list(types)}")
+        _check_sizes(self, out_channels, rank)
         self.in_channels = in_channels
         self.out_channels = out_channels
         self.rank = rank
@@ -158,6 +159,9 @@ class RelationalOrder3Pooling(nn.Module):
         )
 
 
+#: Pool a graph by sums over all subsets of three nodes: the short name of
+#: :class:`lightning_accel.nn.RelationalOrder3Pooling`, which describes its arguments.
+#: ``RO3Pooling(in_channels)(x, edge_index, batch=batch)`` is (graphs, 64).
 RO3Pooling = RelationalOrder3Pooling
 
 
@@ -220,6 +224,7 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
                 f"RO3Conv joins triples of nodes of one type, so in_channels is one width, or -1; got {in_channels}. "
                 "Make the graph homogeneous, data.to_homogeneous(), and tell its relations apart by num_relations"
             )
+        _check_sizes(self, out_channels, rank)
         self.in_channels = in_channels
         self.out_channels = out_channels
         self.rank = rank
@@ -297,6 +302,13 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.in_channels}, {self.out_channels}, rank={self.rank})"
+
+
+def _check_sizes(layer: nn.Module, out_channels: int, rank: int) -> None:
+    if min(out_channels, rank) < 1:
+        raise ValueError(
+            f"{type(layer).__name__} needs out_channels and rank of at least 1; got {out_channels=}, {rank=}"
+        )
 
 
 def _checked_triples(layer: nn.Module, x: Any, edge_index: Any, triples: Triples | None) -> Triples:

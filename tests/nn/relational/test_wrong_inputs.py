@@ -5,7 +5,8 @@ import torch
 from torch_geometric.nn import GAT, GIN
 
 from lightning_accel import RelationalGNN
-from lightning_accel.models import ConvolutionLayers
+from lightning_accel.models import ConvolutionLayers, compare_markings
+from lightning_accel.models.graph_layers import find_conv
 from lightning_accel.nn import RelationalOrder3Pooling, RelationalPooling, RO3Conv
 from lightning_accel.ops import find_triples
 
@@ -73,3 +74,28 @@ def test_a_head_of_another_width():
     pooling = RelationalPooling(GIN(4, 8, 1), head=torch.nn.Linear(8, 2))
     with pytest.raises(ValueError, match="rows of 16 features: 8 of the sum over nodes and of each of 1 marked nodes"):
         pooling(X, EDGES)
+
+
+@pytest.mark.parametrize("layer", [RO3Conv, RelationalOrder3Pooling])
+def test_layers_without_channels(layer):
+    with pytest.raises(ValueError, match=r"needs out_channels and rank of at least 1; got out_channels=4, rank=0"):
+        layer(3, 4, rank=0)
+
+
+@pytest.mark.parametrize(
+    ("conv", "message"),
+    [
+        ("GINConvv", "did you mean 'GINConv'"),
+        ("GIN", "'GIN' is a whole network: take GINConv"),
+        ("torch_geometric.nn.GAT", "'torch_geometric.nn.GAT' is a whole network: take GATConv"),
+        (GIN, "got the class GIN: pass its name"),
+    ],
+)
+def test_what_is_no_convolution(conv, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        find_conv(conv)
+
+
+def test_markings_are_compared_for_options_of_layers():
+    with pytest.raises(TypeError, match=r"layers must be ConvolutionLayers\(conv=\.\.\.\).*got 'GINConv'"):
+        compare_markings([], "GINConv")
