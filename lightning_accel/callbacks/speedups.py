@@ -221,7 +221,8 @@ class Speedups(L.Callback):
 
                 layers = replace_gps_(pl_module)
                 self._replaced.callback(restore_gps_, layers)
-                _log_replaced("attention='native'", layers)
+                if layers:  # others are reached by what they call
+                    _log_replaced("attention='native'", layers)
         elif self.attention is not None:
             self._replaced.enter_context(sdpa_kernel([_BACKENDS[self.attention], SDPBackend.MATH]))
 
@@ -312,10 +313,10 @@ class Speedups(L.Callback):
 
 
 def _log_replaced(option: str, layers: Sequence[nn.Module]) -> None:
-    """Log how many layers of each class an option runs in another way."""
+    """Log how many layers of each class compute by an option."""
     counts = Counter(type(layer).__name__ for layer in layers)
     found = ", ".join(f"{number} {name}" for name, number in counts.items()) or "no layer"
-    rank_zero_info(f"Speedups({option}) runs {found} of the model in its way")
+    rank_zero_info(f"Speedups({option}) replaces the computation of {found}")
 
 
 def loaders_of(dataloader: object) -> Iterator[DataLoader[Any]]:
