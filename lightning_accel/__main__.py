@@ -37,7 +37,8 @@ most used options, after the subcommand:
   --optimizer CLASS, --lr_scheduler CLASS
                              in place of the module's own
   --trainer.OPTION VALUE     an argument of lightning.Trainer
-  --ckpt_path FILE|best|auto checkpoint to resume (a file) or to run; best: that of the newest run;
+  --ckpt_path FILE|best|auto checkpoint to resume (a file) or to run; best: that of the run in
+                             whose folder the config lies, or of the newest;
                              auto: fit goes on where the newest run was stopped, or begins
   --seed_everything NUMBER   seed of every random generator
   --print_config             print the whole config that would run, with all defaults, and stop

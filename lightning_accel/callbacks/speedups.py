@@ -4,12 +4,14 @@ import ctypes
 import platform
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any, Literal, get_args
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, IterableDataset
@@ -210,13 +212,17 @@ class Speedups(L.Callback):
             _to_channels_last(pl_module)
         if self.defer_attention_weights:
             self._deferring = defer_weights_(pl_module)
+            _log_replaced("defer_attention_weights=True", self._deferring)
         if self.attention == "native":
             replace_attention()
             self._replaced.callback(restore_attention)
             if "torch_geometric" in sys.modules:
                 from lightning_accel.nn.graph_attention import replace_gps_, restore_gps_
 
-                self._replaced.callback(restore_gps_, replace_gps_(pl_module))
+                layers = replace_gps_(pl_module)
+                self._replaced.callback(restore_gps_, layers)
+                if layers:  # others are reached by what they call
+                    _log_replaced("attention='native'", layers)
         elif self.attention is not None:
             self._replaced.enter_context(sdpa_kernel([_BACKENDS[self.attention], SDPBackend.MATH]))
 
@@ -226,10 +232,12 @@ class Speedups(L.Callback):
             self._set_up_loaders(trainer)
         if self.fused_rnn and trainer.strategy.root_device.type == "cpu":
             self._fused = fuse_(pl_module)
+            _log_replaced("fused_rnn=True", self._fused)
         if self.fused_messages and trainer.strategy.root_device.type == "cpu":
             from lightning_accel.nn.message_passing import fuse_messages_  # imports torch_geometric
 
             self._fused_convolutions = fuse_messages_(pl_module)
+            _log_replaced("fused_messages=True", self._fused_convolutions)
         self._compile(pl_module)
         for optimizer in trainer.optimizers:
             if self.fused_optimizer and has_fused_step(optimizer):
@@ -302,6 +310,13 @@ class Speedups(L.Callback):
         else:
             loader.prefetch_factor = None
             loader.timeout = 0
+
+
+def _log_replaced(option: str, layers: Sequence[nn.Module]) -> None:
+    """Log how many layers of each class compute by an option."""
+    counts = Counter(type(layer).__name__ for layer in layers)
+    found = ", ".join(f"{number} {name}" for name, number in counts.items()) or "no layer"
+    rank_zero_info(f"Speedups({option}) replaces the computation of {found}")
 
 
 def loaders_of(dataloader: object) -> Iterator[DataLoader[Any]]:

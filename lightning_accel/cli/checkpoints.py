@@ -3,7 +3,7 @@
 import os
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -142,13 +142,38 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
+def folder_of_configs(configs: Iterable[str], trainer: L.Trainer) -> Path | None:
+    """Return the folder of the run that saved one of ``configs``: that of the last one that lies in such a folder.
+
+    A folder without checkpoints is that of a run if a logger numbers it, and ModelCheckpoint writes to no other place.
+    """
+    numbering = [logger for logger in trainer.loggers if isinstance(logger, CSVLogger | TensorBoardLogger)]
+    roots = [] if checkpoint_folders(trainer) else [Path(logger.root_dir).resolve() for logger in numbering]
+    for folder in reversed([Path(config).resolve().parent for config in configs]):
+        is_numbered = folder.parent in roots and folder.name.startswith("version_")
+        if is_numbered or any((folder / "checkpoints").glob("**/*.ckpt")):
+            return folder
+    return None
+
+
 def find_checkpoint(
-    trainer: L.Trainer, model: L.LightningModule, which: str, weights_only: bool | None = None
+    trainer: L.Trainer,
+    model: L.LightningModule,
+    which: str,
+    weights_only: bool | None = None,
+    run_folder: Path | None = None,
 ) -> tuple[str, str]:
-    """Find the ``best`` or the ``last`` checkpoint of the newest run of ``model`` under the folders of the loggers.
+    """Find the ``best`` or the ``last`` checkpoint of a run of ``model``.
 
     The best is the one that a ModelCheckpoint with a ``monitor`` recorded in the newest file, or the only one.
     Checkpoints of another class than the model's are skipped.
+
+    Args:
+        trainer: whose loggers have the folders of runs.
+        model: of the class that was trained.
+        which: ``best`` or ``last``.
+        weights_only: whether to read tensors and plain values alone.
+        run_folder: of the run; by default the newest one under the folders of the loggers.
 
     Returns:
         the path, and its kind: ``best``, or ``last`` if the run monitored nothing.
@@ -159,6 +184,8 @@ def find_checkpoint(
     roots = {str(getattr(logger, "root_dir", None) or logger.save_dir) for logger in trainer.loggers}
     roots = roots or {str(Path(trainer.default_root_dir, "checkpoints"))}
     roots |= {*checkpoint_folders(trainer)}
+    if run_folder is not None:
+        roots = {str(run_folder / "checkpoints")}
     others: dict[str, None] = {}
     files = [file for _, file in sorted(set(_checkpoints_below(roots)))]
     for newest in reversed(files):
@@ -168,9 +195,12 @@ def find_checkpoint(
         others[str(name)] = None
     else:
         held = f"; those there are of {', '.join(others)}" if others else ""
+        mend = "Run fit with this config first, or name a file"
+        if run_folder is not None:
+            mend = "The config lies in the folder of this run: give that of another run, or name a file"
         raise UsageError(
             f"--ckpt_path {which}: no checkpoint of {type(model).__name__} under {' or '.join(sorted(roots))}{held}. "
-            "Run fit with this config first, or name a file"
+            f"{mend}"
         )
     if which == "last":
         return newest, "last"

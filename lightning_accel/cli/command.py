@@ -33,7 +33,13 @@ from lightning_accel import data, models
 from lightning_accel._private.lightning import leave_subcommand_empty, omit_unknown_epochs
 from lightning_accel.callbacks import LowRankAdapters, PredictionWriter, RunReport, Watchdog
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of
-from lightning_accel.cli.checkpoints import Checkpoint, find_checkpoint, resume_run, write_checkpoints_atomically
+from lightning_accel.cli.checkpoints import (
+    Checkpoint,
+    find_checkpoint,
+    folder_of_configs,
+    resume_run,
+    write_checkpoints_atomically,
+)
 from lightning_accel.cli.checks import (
     MonitorCheck,
     report_unused_schedule,
@@ -132,10 +138,10 @@ class AccelCLI(LightningCLI):
     The optimizer of ``--optimizer`` is created in ``configure_optimizers``, after the strategy has sharded the
     parameters, not before; ``--lr_interval step`` steps the scheduler every step. The model may be omitted if
     ``--ckpt_path`` names a checkpoint that records it; if both are given they must fit, and the config overrides the
-    checkpoint's hyperparameters. ``--ckpt_path best`` and ``last`` are those of the newest run under the config's log
-    folder; ``fit --ckpt_path auto`` resumes that run, in its folder, or starts the first. ``predict`` writes
-    ``predictions.csv``, and ``export`` a file that runs without the model's class. Each subcommand saves its config
-    under a separate name.
+    checkpoint's hyperparameters. ``--ckpt_path best`` and ``last`` are those of the run in whose folder the config
+    lies, or else of the newest run under its log folder; ``fit --ckpt_path auto`` resumes the newest run of the log
+    folder, in its folder, or starts the first. ``predict`` writes ``predictions.csv``, and ``export`` a file that runs
+    without the model's class. Each subcommand saves its config under a separate name.
 
     Args:
         args: command line, by default the program's own.
@@ -288,10 +294,12 @@ class AccelCLI(LightningCLI):
         self._use_optimizer_of_config()
         if self.subcommand != "fit" and config.ckpt_path in ("best", "last"):
             wanted, weights_only = config.ckpt_path, config.get("weights_only")
-            config.ckpt_path, which = find_checkpoint(self.trainer, self.model, wanted, weights_only)
+            folder = folder_of_configs([str(each) for each in config.get("config") or []], self.trainer)
+            config.ckpt_path, which = find_checkpoint(self.trainer, self.model, wanted, weights_only, folder)
             self.checkpoint = Checkpoint.read(config.ckpt_path, weights_only)
             reason = ", which monitored nothing" if which != wanted else ""
-            rank_zero_info(f"{which} checkpoint of the newest run{reason}: {config.ckpt_path}")
+            run = "newest run" if folder is None else "config's run"
+            rank_zero_info(f"{which} checkpoint of the {run}{reason}: {config.ckpt_path}")
         if self.subcommand != "fit" and config.ckpt_path is None:
             rank_zero_info(f"{self.subcommand} runs the weights that the model starts with: no --ckpt_path is given")
         if self.checkpoint is not None:

@@ -48,8 +48,8 @@ _TO_RESUME = (
     "first one"
 )
 _TO_RUN = (
-    "checkpoint file whose weights to run; best or last takes that checkpoint of the newest run of the config's log "
-    "folder. Without it the model runs with the weights that it starts with"
+    "checkpoint file whose weights to run; best or last takes that checkpoint of the run in whose folder the config "
+    "lies, or else of the newest run of its log folder. Without it the model runs with the weights that it starts with"
 )
 _WEIGHTS_ONLY = (
     "true reads tensors and plain values alone from the checkpoint; false reads objects of any class, too, which can "

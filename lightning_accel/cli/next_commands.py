@@ -32,7 +32,8 @@ def next_commands(trainer: L.Trainer, module: L.LightningModule, checkpoint: str
         newest = max(saved, key=lambda file: saved[file], default="")
         return [_line("fit", config, newest)] if newest else []
     names = [name for name in ("test", "predict") if checkpoint is not None and _can(name, trainer, module)]
-    if checkpoint is not None and trainer.enable_validation and is_overridden("validation_step", module):
+    can_export = getattr(module, "can_export", True) and is_overridden("validation_step", module)
+    if checkpoint is not None and trainer.enable_validation and can_export:
         names.append("export")
     resumed = saver.config.get("ckpt_path") is not None  # tune trains from the start
     return [*(_line(name, config, checkpoint) for name in names), _line("tune", config, "null" if resumed else None)]

@@ -1,6 +1,7 @@
 """Examination of a user's own fit in a temporary folder."""
 
 import gc
+import sys
 import tempfile
 import time
 import warnings
@@ -37,6 +38,7 @@ from lightning_accel.measure import (
 from lightning_accel.measure.flops import precision_of_products
 from lightning_accel.measure.machine import usable_cores
 from lightning_accel.ops.matmul import multiplies_by_onednn
+from lightning_accel.ops.native import missing_kernel
 
 _PROFILED = 2  # batches under torch.profiler
 _SANITY_BATCHES = 2
@@ -90,6 +92,8 @@ class Examined:
         compilations: during ``steps``, None if there were none.
         loops: of small operations.
         unused_ms: time of the submodules in the forward pass of which no parameter has a gradient.
+        padding_gps: number of blocks of PyTorch Geometric's GPS that pad graphs, where a kernel could do without.
+        padding_gps_ms: time of their attention in the forward pass.
     """
 
     device: torch.device
@@ -109,6 +113,8 @@ class Examined:
     compilations: Compilations | None = None
     loops: list[SlowLoop] = field(default_factory=list)
     unused_ms: float = 0.0
+    padding_gps: int = 0
+    padding_gps_ms: float = 0.0
     steps: list[Step] = field(default_factory=list)
     logged: list[bool] = field(default_factory=list)
     flops: int | None = None
@@ -411,12 +417,19 @@ def _read_tree(watch: _Examination, found: Examined) -> None:
     for loop in watch.tree.loops():
         found.loops.append(SlowLoop(loop.place, loop.times, loop.operations, tracing.ms(loop.forward, loop.backward)))
     found.unused_ms = tracing.ms(watch.tree.modules(_without_gradients(found)))
-    regions, *spans = watch.tree.compiled()
+    if "torch_geometric" in sys.modules and found.device.type == "cpu":
+        from lightning_accel.nn.graph_attention import padding_gps
+
+        spans = [watch.tree.modules([layer.attn]) for layer in padding_gps(found.module)]
+        if any(span.events for span in spans) and not missing_kernel():
+            found.padding_gps = sum(span.events > 0 for span in spans)
+            found.padding_gps_ms = sum(tracing.ms(span) for span in spans)
+    regions, *passes = watch.tree.compiled()
     breaks = sum(each.breaks for each in found.graph_breaks)
     if watch.breaks_ms is not None:
         found.graph_breaks_ms = watch.breaks_ms
     elif regions:
-        found.graph_breaks_ms = tracing.ms(*spans) * min(breaks / regions, 1.0)
+        found.graph_breaks_ms = tracing.ms(*passes) * min(breaks / regions, 1.0)
 
 
 def _without_gradients(found: Examined) -> list[nn.Module]:

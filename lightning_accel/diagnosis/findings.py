@@ -15,6 +15,7 @@ from lightning_accel.measure.rates import BY_ONEDNN
 _NOTABLE = 0.03  # share of a step from which a cost is worth a line
 _SELDOM = 50  # Lightning's own log_every_n_steps
 _TINY_BATCH = 8
+_SAVED_OF_GPS = 0.5  # share of the time of PyTorch Geometric's attention, as benchmarks/bench_molecules.py measures
 _MUCH_PADDING = 0.15  # share of tokens; batches of similar lengths have some as well
 _WIDTHS = {"cuda": 8, "cpu": 32}  # in elements of 16 bits: tensor cores; AMX tiles of 64 bytes
 
@@ -58,6 +59,7 @@ def find_slowness(seen: Examined, machine: Machine, rates: Rates) -> list[Findin
         *_slow_callbacks(seen, parts),
         *_waiting(parts),
         *_padding(seen, parts),
+        *_padded_attention(seen, parts),
         *_float64(seen, parts, rates),
         *_slow_products(seen, parts, rates),
         *_too_many_threads(seen, machine),
@@ -166,6 +168,15 @@ def _padding(seen: Examined, parts: dict[str, float]) -> Iterator[Finding]:
         what = f"{rest:.0%} of the tokens of batches are padding of samples that are shorter than the longest"
         mend = 'Batching(length_bucketed=True), or where labels are of tokens Batching(padding="packed")'
         yield Finding("uneven lengths", what, rest * work, mend)
+
+
+def _padded_attention(seen: Examined, parts: dict[str, float]) -> Iterator[Finding]:
+    # half of it is saved, and of the backward pass as much in proportion: an estimate
+    cost = _SAVED_OF_GPS * seen.padding_gps_ms * (1 + parts["backward"] / max(parts["forward"], 1e-9))
+    if cost >= _NOTABLE * sum(parts.values()):
+        what = f"the attention of {seen.padding_gps} GPSConv pads each graph to the largest one of a batch"
+        mend = 'Speedups(attention="native"), which changes rounding alone'
+        yield Finding("padded attention", what, cost, mend)
 
 
 def _float64(seen: Examined, parts: dict[str, float], rates: Rates) -> Iterator[Finding]:

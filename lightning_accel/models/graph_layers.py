@@ -1,14 +1,17 @@
 """Layers, convolutions and readouts of graph networks. Shapes: N nodes, M edges, F features, D width, B graphs."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib import import_module
 from inspect import Parameter, signature
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch_geometric.nn
 from torch import Tensor, nn
-from torch_geometric.nn import GPSConv
+from torch_geometric.nn import GPSConv, GraphNorm
+from torch_geometric.nn.models.basic_gnn import BasicGNN
 from torch_geometric.utils import scatter
 
 from lightning_accel.nn.graph_attention import run_gps
@@ -17,7 +20,7 @@ from lightning_accel.ops.evaluation import evaluating
 from lightning_accel.ops.float32 import at_least_float32, without_autocast
 from lightning_accel.ops.triples.find import Triples
 
-NormName = Literal["batch", "layer", "none"]
+NormName = Literal["batch", "layer", "graph", "none"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,10 @@ class ConvolutionLayers:
         conv_options: further arguments of the convolution, by name.
         dim: width of all layers.
         num_layers: number of convolutions.
-        norm: kind of norm after each convolution: of a ``batch``, a ``layer``, or ``none``.
+        norm: kind of norm after each convolution: of a ``batch``, a ``layer``, a ``graph`` (Cai et al. 2021,
+            https://arxiv.org/abs/2009.03294) or ``none``. By default ``graph`` for models that mark nodes, and
+            ``batch`` for others. Few nodes are marked, and in regular graphs all others are equal, so that the running
+            statistics of a batch norm are too coarse in evaluation: it stays at the most frequent class.
         dropout: share of the features that is dropped after each convolution, in training.
         attention_heads: heads of an attention of all nodes of a graph to each other, beside each convolution; both, a
             perceptron after their sum, residuals and norms make a block of GPS (Rampášek et al. 2022,
@@ -48,10 +54,13 @@ class ConvolutionLayers:
     conv_options: dict[str, Any] | None = None
     dim: int = 64
     num_layers: int = 4
-    norm: NormName = "batch"
+    norm: NormName | None = None
     dropout: float = 0.0
     attention_heads: int = 0
     triple_readout: bool = False
+
+
+_CONV_OF = {"GCN": "GCNConv", "GraphSAGE": "SAGEConv", "GIN": "GINConv", "GAT": "GATConv", "PNA": "PNAConv"}
 
 
 class EdgeKind(NamedTuple):
@@ -66,13 +75,32 @@ class EdgeKind(NamedTuple):
         return None if self.dim is None else torch.zeros(num_edges, self.dim)
 
 
+class _GraphNorm(GraphNorm):  # type: ignore[misc]  # PyG's is untyped
+    """Normalize each graph in float32, since in 16 bits nodes that differ by little become equal."""
+
+    def forward(self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None) -> Tensor:
+        if not len(x):
+            return x
+        with without_autocast(x):
+            out: Tensor = super().forward(at_least_float32(x), batch, batch_size)
+            return out.to(x.dtype)
+
+
+_NORMS: dict[NormName, Callable[[int], nn.Module]] = {
+    "batch": nn.BatchNorm1d,
+    "layer": nn.LayerNorm,
+    "graph": _GraphNorm,
+    "none": nn.Identity,
+}
+
+
 class GraphBlock(nn.Module):
     """Apply a convolution, a norm, an activation and dropout."""
 
     def __init__(self, conv: nn.Module, dim: int, norm: NormName, dropout: float) -> None:
         super().__init__()
         self.conv = conv
-        self.norm: nn.Module = {"batch": nn.BatchNorm1d, "layer": nn.LayerNorm, "none": nn.Identity}[norm](dim)
+        self.norm = _NORMS[norm](dim)
         self.dropout = nn.Dropout(dropout)
         self._takes_batch = "batch" in _parameter_names(conv)
 
@@ -90,7 +118,8 @@ class GraphBlock(nn.Module):
             optional["batch"] = edge_index.new_zeros(len(x)) if batch is None else batch
         attributes = () if edge_attr is None else (edge_attr,)
         features: Tensor = self.conv(x, edge_index, *attributes, **optional)
-        return self.dropout(self.norm(features).relu())
+        features = self.norm(features, batch) if isinstance(self.norm, GraphNorm) else self.norm(features)
+        return self.dropout(features.relu())
 
 
 class AttentionBlock(nn.Module):
@@ -98,11 +127,13 @@ class AttentionBlock(nn.Module):
 
     def __init__(self, conv: nn.Module, dim: int, heads: int, norm: NormName, dropout: float) -> None:
         super().__init__()
-        kind = {"batch": "batch_norm", "layer": "layer_norm", "none": None}[norm]
+        kind = None if norm == "none" else f"{norm}_norm"
         options = {"mode": "node"} if norm == "layer" else None
         self.block = GPSConv(
             dim, conv, heads, dropout, norm=kind, norm_kwargs=options, attn_kwargs={"dropout": dropout}
         )
+        if norm == "graph":
+            self.block.norm1, self.block.norm2, self.block.norm3 = (_GraphNorm(dim) for _ in range(3))
         self._edge_name = _parameter_names(conv)[2:3]
 
     def forward(
@@ -149,7 +180,7 @@ class GraphLayers(nn.Module):
 
 def make_layers(num_features: int, edges: EdgeKind, options: ConvolutionLayers) -> GraphLayers:
     """Build :class:`GraphLayers`; edge types are embedded for convolutions that only take edge features."""
-    kind, dim = find_conv(options.conv), options.dim
+    kind, dim, norm = find_conv(options.conv), options.dim, options.norm or "batch"
     edge_encoder = None
     if edges.num_relations is not None and "num_relations" not in signature(kind).parameters:
         edge_encoder = nn.Embedding(edges.num_relations, dim)
@@ -159,14 +190,14 @@ def make_layers(num_features: int, edges: EdgeKind, options: ConvolutionLayers) 
         layer = make_conv(kind, dim, edges, options.conv_options or {})
         require_width(layer, dim, edges)
         if not options.attention_heads:
-            blocks.append(GraphBlock(layer, dim, options.norm, options.dropout))
+            blocks.append(GraphBlock(layer, dim, norm, options.dropout))
             continue
         if "batch" in _parameter_names(layer):
             raise ValueError(
                 f"layers.attention_heads adds attention to a convolution over edges; {kind.__name__} takes batch, and "
                 "mixes the nodes of a graph itself. Choose another conv, or leave attention_heads out"
             )
-        blocks.append(AttentionBlock(layer, dim, options.attention_heads, options.norm, options.dropout))
+        blocks.append(AttentionBlock(layer, dim, options.attention_heads, norm, options.dropout))
     return GraphLayers(nn.Linear(num_features, dim), edge_encoder, blocks)
 
 
@@ -176,6 +207,8 @@ def find_conv(name: str) -> type[nn.Module]:
     Raises:
         ValueError: if there is none.
     """
+    if isinstance(name, type):
+        raise TypeError(f"conv is the name of a class, such as 'GINConv'; got the class {name.__name__}: pass its name")
     if name == "RO3Conv":
         return RO3Conv
     module, _, short = name.rpartition(".")
@@ -186,11 +219,21 @@ def find_conv(name: str) -> type[nn.Module]:
     except (ImportError, AttributeError) as error:
         raise ValueError(
             "conv must be RO3Conv, a convolution of torch_geometric.nn such as GINConv, or the import path of one; got "
-            f"{name!r}: {error}"
+            f"{name!r}: {error}{_nearest_conv(name)}"
         ) from error
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise ValueError(f"conv must name a class of modules; {name!r} is {found!r}")
+    if issubclass(found, BasicGNN):
+        raise ValueError(
+            f"conv must name one convolution, of which layers.num_layers are made; {name!r} is a whole network"
+            + (f": take {_CONV_OF[found.__name__]}" if found.__name__ in _CONV_OF else "")
+        )
     return found
+
+
+def _nearest_conv(name: str) -> str:
+    found = get_close_matches(name, ["RO3Conv", *torch_geometric.nn.conv.__all__], n=1)
+    return f"; did you mean {found[0]!r}?" if found and found[0] != name else ""
 
 
 def make_conv(kind: type[nn.Module], dim: int, edges: EdgeKind, options: Mapping[str, Any]) -> nn.Module:

@@ -75,6 +75,8 @@ def compare_markings(graphs: Sequence[Data], layers: ConvolutionLayers = Convolu
         >>> [found.alike for found in compare_markings(graphs, ConvolutionLayers("GINConv"))]
         [2, 0]
     """
+    if not isinstance(layers, ConvolutionLayers):
+        raise TypeError(f"layers must be ConvolutionLayers(conv=...), the options of a model; got {layers!r}")
     if not graphs or layers.triple_readout:
         found = "layers.triple_readout=True, which excludes marks" if graphs else "no graphs"
         raise ValueError(f"markings are compared on graphs, for layers without a readout of triples; got {found}")
@@ -109,11 +111,16 @@ def choose_marking(
     """
     found = compare_markings(graphs, layers)
     best = min(found, key=lambda one: one.alike)  # the first, so the cheapest, of equals
-    tried = ", ".join(f"{one.alike} {_describe(one)}" for one in found)
-    rank_zero_info(
-        f"Of {len(graphs)} training graphs, {layers.num_layers} layers of {layers.conv} cannot tell from one with "
-        f"another target: {tried}. Chosen: {_describe(best)}"
-    )
+    lines = [
+        f"marking.num_nodes='auto' takes {_describe(best)}. Of {len(graphs)} training graphs, {layers.num_layers} "
+        f"layers of {layers.conv} cannot distinguish from a graph with another target",
+        *(f"  {one.alike} with {_describe(one)}" for one in found),
+    ]
+    if best.marking.num_nodes and layers.conv != "RO3Conv":
+        alike = _alike(graphs, replace(layers, conv="RO3Conv"), Marking())
+        if len(alike) <= best.alike:
+            lines.append(f"layers.conv=RO3Conv needs no marks: {len(alike)} with none")
+    rank_zero_info("\n".join(lines))
     if not best.marking.num_nodes:
         return Marking()
     return replace(marking, num_nodes=best.marking.num_nodes, tuples=best.marking.tuples)
@@ -122,8 +129,8 @@ def choose_marking(
 def _describe(found: Separation) -> str:
     marks, kind = found.marking.num_nodes, found.marking.tuples
     if not marks:
-        return "without marks"
-    return f"with num_nodes={marks}{f', tuples={kind}' if kind else ''} ({found.copies:.3g} copies of a graph)"
+        return "no marks"
+    return f"num_nodes={marks}{f', tuples={kind}' if kind else ''} ({found.copies:.3g} copies of a graph)"
 
 
 def _alike(graphs: Sequence[Data], layers: ConvolutionLayers, marking: Marking) -> list[int]:

@@ -1,6 +1,7 @@
 """Graph networks with order-3 relations. Shapes: B graphs, N nodes, M edges, F features, K values, S scores."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import index
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
 
@@ -18,12 +19,15 @@ from lightning_accel.models.graph_layers import (
     GraphHead,
     GraphLayers,
     GraphReadout,
+    NormName,
     make_layers,
 )
 from lightning_accel.models.graph_marking import Marking, choose_marking
 from lightning_accel.models.hooks import keep_plain_hyperparameters, list_of_str, name_classes, require_class_names
 from lightning_accel.models.masked_loss import MaskedLoss, MeanAUROC, SupervisedModel, masked_loss
+from lightning_accel.nn.features import check_edge_attr, check_edge_index, wrong_edge_attr
 from lightning_accel.nn.relational.pooling import Estimate, RelationalPooling
+from lightning_accel.ops.names import require_one_of
 from lightning_accel.ops.options import options_of, read_options
 from lightning_accel.ops.renames import renamed_arguments
 from lightning_accel.ops.triples.cache import triples_of
@@ -96,6 +100,7 @@ class RelationalGNN(SupervisedModel):
 
     target_mean: Tensor  # (S,), mean of the training targets
     target_std: Tensor
+    can_export: ClassVar = False  # as a whole: shapes depend on the values of batch
     from_datamodule: ClassVar = dict.fromkeys(_SIZES, index) | {
         "level": str,
         "target_kind": str,
@@ -150,6 +155,8 @@ class RelationalGNN(SupervisedModel):
                 "layers.num_layers must be at least 0, and layers.dim at least 1; got "
                 f"{layers.num_layers} and {layers.dim}"
             )
+        if layers.norm is not None:
+            require_one_of("layers.norm", layers.norm, get_args(NormName))
         if layers.attention_heads < 0 or (layers.attention_heads and layers.dim % layers.attention_heads):
             raise ValueError(
                 f"layers.attention_heads must divide layers.dim={layers.dim}, or be 0; got {layers.attention_heads}"
@@ -254,7 +261,8 @@ class RelationalGNN(SupervisedModel):
         dim, marks = self.convolutions.dim, self.marking.num_nodes
         assert isinstance(marks, int)
         edges = EdgeKind(self.edge_dim, self.num_relations)
-        layers = make_layers(self.num_features + marks, edges, self.convolutions)
+        norm = self.convolutions.norm or ("graph" if marks else "batch")
+        layers = make_layers(self.num_features + marks, edges, replace(self.convolutions, norm=norm))
         width = dim
         self.readout: GraphReadout | None = None
         if marks:
@@ -328,7 +336,7 @@ class RelationalGNN(SupervisedModel):
                 "the sizes of this RelationalGNN, or the nodes that 'auto' marks, are not known yet; pass num_features "
                 "and num_classes, and a number of nodes, or train it"
             )
-        edge_attr = edge_attr if self._uses_edges else None  # as in the steps
+        edge_attr = self._checked_edges(x, edge_index, edge_attr)
         if self.marked is not None:
             draws = self._mark_generator()
             return self._unscale(self.marked(x, edge_index, edge_attr, batch, size, generator=draws))
@@ -351,10 +359,23 @@ class RelationalGNN(SupervisedModel):
         if self.marked is None:
             mean = self(x, edge_index, edge_attr, batch, size, triangle_index)
             return Estimate(mean, torch.zeros_like(mean), torch.ones_like(mean[:, :1], dtype=torch.int64))
-        edge_attr = edge_attr if self._uses_edges else None
+        edge_attr = self._checked_edges(x, edge_index, edge_attr)
         found = self.marked.estimate(x, edge_index, edge_attr, batch, size)
         error = found.standard_error * self.target_std if self._has_values else found.standard_error
         return Estimate(self._unscale(found.mean), error, found.num_samples)
+
+    def _checked_edges(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor | None) -> Tensor | None:
+        """Return ``edge_attr`` if the model uses it; it must have a row for each edge anyway."""
+        if edge_attr is None and not self._uses_edges:
+            return None
+        num_edges = edge_index.shape[1]
+        instead = "If it is batch, pass it by name: batch=batch"
+        check_edge_attr("RelationalGNN", edge_attr, len(x), num_edges, instead)
+        if not self._uses_edges:
+            return None
+        if wrong := wrong_edge_attr(edge_attr, num_edges, self.edge_dim, self.num_relations):
+            raise ValueError(f"RelationalGNN needs {wrong}")
+        return edge_attr
 
     def _mark_generator(self) -> torch.Generator | None:
         """Create a generator for the marks of training, since processes that are seeded alike would mark equal nodes.
@@ -368,6 +389,7 @@ class RelationalGNN(SupervisedModel):
     def _triples(self, x: Tensor, edge_index: Tensor, triangle_index: Tensor | None) -> Triples | None:
         if not (self.convolutions.triple_readout or self.convolutions.conv == "RO3Conv"):
             return None
+        check_edge_index("RelationalGNN", edge_index)
         return triples_of(edge_index, len(x), triangle_index)
 
     @property

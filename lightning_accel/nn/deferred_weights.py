@@ -31,9 +31,14 @@ def defer_weights_(module: nn.Module) -> list[nn.MultiheadAttention]:
 def restore_weights_(layers: Iterable[nn.MultiheadAttention]) -> None:
     """Return ``layers``, which :func:`defer_weights_` has changed, to their own execution."""
     for layer in layers:
-        replaced = vars(layer).get("forward")
-        if isinstance(replaced, partial) and replaced.func is _forward:
+        if is_deferring(layer):
             del layer.forward
+
+
+def is_deferring(layer: nn.Module) -> bool:
+    """Return whether :func:`defer_weights_` has changed ``layer``."""
+    replaced = vars(layer).get("forward")
+    return isinstance(replaced, partial) and replaced.func is _forward
 
 
 def is_deferrable(layer: nn.Module) -> bool:

@@ -72,9 +72,65 @@ def _takes(layer: nn.Module, size: str, width: int, shape: str) -> str:
 
 def check_edge_index(name: str, edge_index: Any) -> None:
     """Raise a ValueError unless ``edge_index`` is a dense (2, M) int64 tensor; its values are not checked."""
+    needed = f"{name} needs edge_index (2, M) int64"
     if not isinstance(edge_index, Tensor):
-        raise ValueError(f"{name} needs edge_index (2, M) int64; got {type(edge_index).__name__}")
-    if edge_index.is_sparse or edge_index.ndim != 2 or edge_index.shape[0] != 2:
-        raise ValueError(f"{name} needs edge_index (2, M) int64; got {tuple(edge_index.shape)}")
+        is_adjacency = type(edge_index).__name__ == "SparseTensor"  # of the package torch_sparse
+        hint = ". Pass torch.stack(adj_t.t().coo()[:2])" if is_adjacency else ""
+        raise ValueError(f"{needed}; got {type(edge_index).__name__}{hint}")
+    shape = tuple(edge_index.shape)
+    if edge_index.layout != torch.strided:
+        hint = "to_edge_index(adj)[0] of torch_geometric.utils makes one of an adjacency matrix"
+        raise ValueError(f"{needed}; got a sparse tensor {shape}: {hint}")
+    if edge_index.ndim != 2 or shape[0] != 2:
+        is_square = edge_index.ndim == 2 and shape[0] == shape[1]
+        hint = ": dense_to_sparse(adj)[0] of torch_geometric.utils makes one of an adjacency matrix" * is_square
+        raise ValueError(f"{needed}; got {shape}{hint or (': pass edge_index.T' if shape[1:] == (2,) else '')}")
     if edge_index.dtype != torch.int64:
-        raise ValueError(f"{name} needs edge_index (2, M) int64; got {edge_index.dtype}: convert it with .long()")
+        raise ValueError(f"{needed}; got {edge_index.dtype}: convert it with .long()")
+
+
+def check_edge_attr(name: str, edge_attr: Any, num_nodes: int, num_edges: int, instead: str) -> None:
+    """Raise an error unless ``edge_attr`` has a row for each edge, such as for a ``batch`` that was passed third.
+
+    Args:
+        name: of what is called.
+        edge_attr: given as such, None if it is not.
+        num_nodes: N.
+        num_edges: M.
+        instead: what to do with ``batch``, for the message.
+    """
+    if edge_attr is None:
+        return
+    if not isinstance(edge_attr, Tensor):
+        raise TypeError(f"{name} takes edge_attr (M, ...) third, a tensor; got a {type(edge_attr).__name__}")
+    if edge_attr.ndim and len(edge_attr) == num_edges:
+        return
+    found = f"{edge_attr.dtype} {tuple(edge_attr.shape)} with {num_edges} edges"
+    if edge_attr.dtype == torch.int64 and edge_attr.shape == (num_nodes,):
+        found += f" and {num_nodes} nodes"
+        raise ValueError(f"{name} takes edge_attr third, a row for each edge; got {found}. {instead}")
+    raise ValueError(f"{name} needs edge_attr with a row for each column of edge_index; got {found}")
+
+
+def wrong_edge_attr(edge_attr: Tensor | None, num_edges: int, edge_dim: int | None, num_relations: int | None) -> str:
+    """Return what is needed and what was found if ``edge_attr`` is not what a layer of these options takes, else ""."""
+    if edge_dim is not None:
+        needed = f"floating edge_attr of shape ({num_edges}, {edge_dim}), as edge_dim={edge_dim}"
+        is_right = edge_attr is not None and edge_attr.is_floating_point() and edge_attr.shape == (num_edges, edge_dim)
+    else:
+        needed = f"int64 edge_attr of shape ({num_edges},), as num_relations={num_relations}"
+        is_right = edge_attr is not None and edge_attr.dtype == torch.int64 and edge_attr.shape == (num_edges,)
+    if is_right:
+        return ""
+    if edge_attr is None:
+        return f"{needed}; got none"
+    hint = ""
+    if edge_dim is None and edge_attr.shape == (num_edges, 1):
+        hint = ". Pass edge_attr[:, 0]" + ("" if edge_attr.dtype == torch.int64 else ".long()")
+    elif edge_dim == 1 and edge_attr.shape == (num_edges,):
+        hint = ". Pass edge_attr[:, None]" + ("" if edge_attr.is_floating_point() else ".float()")
+    elif edge_dim is not None and edge_attr.shape == (num_edges, edge_dim):
+        hint = ". Convert it with .float()"
+    elif edge_dim is None and edge_attr.shape == (num_edges,):
+        hint = ". Convert it with .long()"
+    return f"{needed}; got {edge_attr.dtype} of shape {tuple(edge_attr.shape)}{hint}"

@@ -13,16 +13,13 @@ from torch import Tensor, nn
 from torch_geometric.nn import GPSConv
 
 from lightning_accel._private.torch import has_call_hooks
+from lightning_accel.nn.deferred_weights import is_deferring
 from lightning_accel.ops.segment_attention import segment_attention, serves_segments
 
 
 def replace_gps_(module: nn.Module) -> list[GPSConv]:
     """Compute each ``GPSConv`` inside ``module`` by :func:`run_gps`; return these layers."""
-    layers = [
-        layer
-        for layer in module.modules()
-        if isinstance(layer, GPSConv) and type(layer).forward is GPSConv.forward and "forward" not in vars(layer)
-    ]
+    layers = _own_gps(module)
     for layer in layers:
         layer.forward = partial(run_gps, layer)
     return layers
@@ -34,6 +31,20 @@ def restore_gps_(layers: Iterable[GPSConv]) -> None:
         replaced = vars(layer).get("forward")
         if isinstance(replaced, partial) and replaced.func is run_gps:
             del layer.forward
+
+
+def padding_gps(module: nn.Module) -> list[GPSConv]:
+    """Return each ``GPSConv`` inside ``module`` that pads, and which :func:`replace_gps_` would compute without."""
+    return [layer for layer in _own_gps(module) if _is_plain(layer.attn) and not layer.attn.dropout]
+
+
+def _own_gps(module: nn.Module) -> list[GPSConv]:
+    """Return each ``GPSConv`` inside ``module`` with PyTorch Geometric's own forward pass."""
+    return [
+        layer
+        for layer in module.modules()
+        if isinstance(layer, GPSConv) and type(layer).forward is GPSConv.forward and "forward" not in vars(layer)
+    ]
 
 
 def run_gps(layer: GPSConv, x: Tensor, edge_index: Any, batch: Tensor | None = None, **edges: Any) -> Tensor:
@@ -61,16 +72,22 @@ def run_gps(layer: GPSConv, x: Tensor, edge_index: Any, batch: Tensor | None = N
 def _serves(layer: GPSConv, x: Tensor, batch: Tensor | None) -> bool:
     attention = layer.attn
     return (
+        _is_plain(attention)
+        and not (attention.training and attention.dropout)
+        and not has_call_hooks(attention)
+        and serves_segments(x)
+        and (batch is None or bool((batch[1:] >= batch[:-1]).all()))  # otherwise it raises
+    )
+
+
+def _is_plain(attention: nn.Module) -> bool:
+    return (
         type(attention) is nn.MultiheadAttention
-        and "forward" not in vars(attention)
+        and ("forward" not in vars(attention) or is_deferring(attention))  # GPSConv asks for no weights
         and attention.in_proj_weight is not None
         and attention.bias_k is None
         and not attention.add_zero_attn
-        and not (attention.training and attention.dropout)
-        and not has_call_hooks(attention)
         and {type(attention.in_proj_weight), type(attention.out_proj.weight)} <= {Tensor, nn.Parameter}
-        and serves_segments(x)
-        and (batch is None or bool((batch[1:] >= batch[:-1]).all()))  # otherwise it raises
     )
 
 

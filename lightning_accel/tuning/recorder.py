@@ -226,8 +226,12 @@ def _has_bfloat16_units(machine: Machine, device: torch.device) -> bool:
 
 
 def _num_deferrable_attentions(module: nn.Module) -> int:
-    """Count layers that defer weights, without those of torch's transformers, which ask for none."""
-    transformers = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+    """Count layers that defer weights, without those of torch's transformers and of GPS, which ask for none."""
+    transformers: tuple[type[nn.Module], ...] = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+    if "torch_geometric" in sys.modules:
+        from torch_geometric.nn import GPSConv
+
+        transformers += (GPSConv,)
     inner = {one for layer in module.modules() if isinstance(layer, transformers) for one in layer.modules()}
     return sum(is_deferrable(layer) for layer in module.modules() if layer not in inner)
 

@@ -1,7 +1,11 @@
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from lightning_accel import DigitsDataModule
+from lightning_accel import Classifier, DigitsDataModule, RelationalGNN
+from lightning_accel.cli.next_commands import next_commands
 from lightning_accel.compress import load_compressed
 
 QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
@@ -99,3 +103,13 @@ def test_options_that_cannot_work_are_refused_before_anything_is_made(command):
     assert "format: expected 'pt2' or 'onnx'; got tflite" in command("export", *DIGITS, "--format=tflite").err
     assert "did you mean 'output'" in command("export", *DIGITS, "--outptu=m.pt2").err
     assert "export needs a model" in command("export", "--output=m.pt2").err
+
+
+@pytest.mark.parametrize(("kind", "is_named"), [(Classifier, True), (RelationalGNN, False)])
+def test_export_is_suggested_for_models_that_it_takes(kind, is_named, monkeypatch):
+    """The shapes of a RelationalGNN depend on the values of its inputs, so that it is refused as a whole."""
+    saver = SimpleNamespace(path=Path("config_fit.yaml"), config={})
+    monkeypatch.setattr("lightning_accel.cli.next_commands.callbacks_of", lambda *_: [saver])
+    trainer = SimpleNamespace(interrupted=False, enable_validation=True, datamodule=None)
+    lines = next_commands(trainer, kind(), "a.ckpt")
+    assert any(line.startswith("lightning-accel export") for line in lines) == is_named

@@ -50,7 +50,7 @@ def test_options_stand_by_subject(command):
 @pytest.mark.parametrize("subcommand", ["validate", "test", "predict", "export"])
 def test_other_subcommands_name_their_checkpoints(command, subcommand):
     text = " ".join(command(subcommand, "--help").out.split())
-    assert "best or last takes that checkpoint of the newest run" in text
+    assert "best or last takes that checkpoint of the run in whose folder the config lies" in text
 
 
 def texts_of(kind: type) -> dict[str, str]:

@@ -14,6 +14,9 @@ from lightning.pytorch.loggers import CSVLogger
 from matplotlib.figure import Figure
 from torch import nn
 from torch.utils.data import DataLoader
+from torch_geometric.data import Data
+from torch_geometric.loader import DataLoader as GraphLoader
+from torch_geometric.nn import GPSConv
 
 from lightning_accel.diagnosis import (
     Diagnosis,
@@ -30,6 +33,7 @@ from lightning_accel.diagnosis.examination import SlowLoop
 from lightning_accel.diagnosis.graph_breaks import Compilations, GraphBreaks
 from lightning_accel.diagnosis.picture import draw_step
 from lightning_accel.measure import Rates, Segment, Step, describe_machine, part_times, step_parts
+from lightning_accel.nn.graph_attention import padding_gps, replace_gps_
 from tests.planted import SLEPT, Rows, Sleeping, rows, sleep, use_clock
 from tests.ranks import run_ranks
 
@@ -437,6 +441,38 @@ def test_padding_costs_its_share_of_both_passes(lengths, expected):
     costs = {name: found[name].cost_ms / (parts["forward"] + parts["backward"]) for name in expected}
     assert costs == pytest.approx(expected)
     assert {"padding", "uneven lengths"} & set(found) == set(expected)
+
+
+class Blocks(Sleeping):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([GPSConv(32, None, 4), GPSConv(32, None, 4, attn_kwargs={"dropout": 0.1})])
+        self.never_called = GPSConv(32, None, 4)
+
+    def training_step(self, batch, batch_idx):
+        x = self.net(torch.ones(batch.num_nodes, 3))
+        for block in self.blocks:
+            x = block(x.expand(-1, 32), batch.edge_index, batch.batch)
+        return x.mean()
+
+
+@pytest.mark.slow
+def test_attention_of_gps_that_pads_is_found(native):
+    graphs = [Data(edge_index=torch.zeros(2, 0, dtype=torch.int64), num_nodes=200) for _ in range(24)]
+    _, seen = findings(Blocks(), GraphLoader(graphs, 2))
+    assert seen.padding_gps == 1
+    assert seen.padding_gps_ms > 0
+    replace_gps_(seen.module)
+    assert padding_gps(seen.module) == []
+
+
+def test_padded_attention_costs_half_of_both_passes():
+    costs = {}
+    for ms in (0.1, 4.0):
+        found = find_slowness(seen_without_a_run(padding_gps=2, padding_gps_ms=ms), describe_machine(), RATES)
+        costs[ms] = [one.cost_ms for one in found if one.name == "padded attention"]
+    parts = part_times(seen_without_a_run().steps)
+    assert costs == {0.1: [], 4.0: [pytest.approx(2 * (1 + parts["backward"] / parts["forward"]))]}
 
 
 def test_unpinned_batches_cost_the_difference_of_the_rates():

@@ -88,7 +88,7 @@ def test_graphs_are_compared_by_what_the_model_sees_of_edges(sees_edges, caplog)
     data = LightningDataset(graphs, graphs, batch_size=5, pin_memory=False)
     with caplog.at_level(logging.INFO):
         trainer(max_steps=1).fit(model, datamodule=data)
-    assert f"another target: {0 if sees_edges else 20} without marks" in caplog.text
+    assert f"another target\n  {0 if sees_edges else 20} with no marks" in caplog.text
 
 
 def test_readouts_of_triples_and_no_graphs_are_refused():
@@ -125,9 +125,12 @@ def test_a_model_marks_what_the_training_graphs_need(of_pyg, tmp_path, caplog):
         run.fit(model, datamodule=data)
     assert model.marking == Marking(1, samples=4)
     assert model.marked.marks == 1
-    said = r"training graphs, 3 layers of GINConv cannot tell from one with another target: "
+    said = "training graphs, 3 layers of GINConv cannot distinguish from a graph with another target\n"
     assert [said in record.message for record in caplog.records].count(True) == 1
-    assert "0 with num_nodes=1 (6 copies of a graph). Chosen: with num_nodes=1 (6 copies of a graph)" in caplog.text
+    assert "marking.num_nodes='auto' takes num_nodes=1 (6 copies of a graph). Of " in caplog.text
+    assert (
+        "\n  0 with num_nodes=1 (6 copies of a graph)\nlayers.conv=RO3Conv needs no marks: 0 with none" in caplog.text
+    )
     run.save_checkpoint(tmp_path / "a.ckpt")
     loaded = RelationalGNN.load_from_checkpoint(tmp_path / "a.ckpt")
     assert loaded.marking == model.marking

@@ -14,6 +14,7 @@ from torch_geometric.transforms import AddRandomWalkPE
 from lightning_accel import ExactResume, GraphDataModule, RelationalGNN
 from lightning_accel.data import AddRelationalTriples, GeneratedGraphs, GraphBatches, GraphLayout
 from lightning_accel.models import ConvolutionLayers, Marking
+from lightning_accel.models.graph_layers import GraphBlock
 from lightning_accel.models.masked_loss import MeanAUROC
 from lightning_accel.strategies import PipelineStrategy
 from tests.ranks import run_ranks
@@ -154,6 +155,34 @@ CONVS = [(name, {}) for name in PLAIN] + [
     ("GPSConv", {"channels": 8, "conv": None, "heads": 2}),
     *(("GPSConv", {"channels": 8, "conv": None, "norm": norm}) for norm in ("GraphNorm", "InstanceNorm", "PairNorm")),
 ]
+
+
+def test_marked_models_normalize_each_graph_alone():
+    """In training, too, where a batch norm mixes the graphs of a batch."""
+    graphs = [graph(HEXAGON, nodes=7), graph(TRIANGLES)]
+    batch = Batch.from_data_list(graphs)
+    for heads in (0, 2):
+        layers = ConvolutionLayers(dim=8, num_layers=2, conv="GINConv", attention_heads=heads)
+        model = RelationalGNN(1, 3, **GRAPHS, layers=layers, marking=Marking(1, train_samples=None)).double()
+        together = model(torch.ones(13, 1).double(), batch.edge_index, None, batch.batch, 3)
+        alone = torch.cat([model(torch.ones(one.num_nodes, 1).double(), one.edge_index) for one in graphs])
+        torch.testing.assert_close(together[:2], alone)
+        assert together[2].isfinite().all()
+    unmarked = RelationalGNN(1, 3, **GRAPHS, layers=ConvolutionLayers(dim=8))
+    assert isinstance(unmarked.layers.blocks[0].norm, nn.BatchNorm1d)
+
+
+def test_graph_norms_tell_nodes_apart_in_sixteen_bits():
+    """Of a regular graph in which one node is marked, where the others are equal."""
+    block = GraphBlock(nn.Identity(), 1, "graph", 0.0)
+    block.conv.forward = lambda x, *_: x
+    x = torch.full((500, 1), 3.0).index_fill(0, torch.tensor([4]), 5.0)
+    torch.testing.assert_close(block(x.bfloat16(), None).float(), block(x, None), rtol=1e-2, atol=1e-2)
+
+
+def test_unknown_norms_are_refused():
+    with pytest.raises(ValueError, match=r"layers\.norm must be one of batch, layer, graph, none; got 'graph_norm'"):
+        RelationalGNN(layers=ConvolutionLayers(norm="graph_norm"))
 
 
 @pytest.mark.parametrize("marks", [pytest.param(0, marks=pytest.mark.slow), 1])

@@ -6,7 +6,8 @@ from torch import nn
 from torch_geometric.nn import GINEConv, GPSConv
 
 from lightning_accel.nn import graph_attention
-from lightning_accel.nn.graph_attention import run_gps
+from lightning_accel.nn.deferred_weights import defer_weights_
+from lightning_accel.nn.graph_attention import padding_gps, run_gps
 
 SIZES = 5, 1, 9, 3
 
@@ -88,6 +89,15 @@ def with_dropout(layer):
 
 def with_bias_of_keys(layer):
     layer.attn = nn.MultiheadAttention(12, 3, add_bias_kv=True, batch_first=True)
+
+
+def test_attention_that_defers_its_weights_is_plain(segments):
+    layer, given = block(), graphs()
+    defer_weights_(layer)
+    assert padding_gps(layer) == [layer]
+    for actual, expected in zip(step(run_gps, layer, **given), step(GPSConv.forward, layer, **given), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert len(segments) == 1
 
 
 @pytest.mark.parametrize("change", [hooked, pruned, with_another_attention, with_dropout, with_bias_of_keys])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import Linear
 
+from lightning_accel.nn.features import wrong_edge_attr
 from lightning_accel.nn.relational.sums import (
     Graphs,
     average_of_copies,
@@ -66,17 +67,10 @@ class EdgeWeights(nn.Module):
         return 1 + average_of_copies(at_least_float32(self.map(edge_attr)), edge_index, triples)
 
     def _check(self, edge_attr: Tensor | None, num_entries: int) -> Tensor:
-        if self.edge_dim is not None:
-            needed = f"floating edge_attr of shape ({num_entries}, {self.edge_dim}), as edge_dim={self.edge_dim}"
-            shape = (num_entries, self.edge_dim)
-            if edge_attr is not None and edge_attr.is_floating_point() and edge_attr.shape == shape:
-                return edge_attr.to(next(self.parameters()).dtype)
-        else:
-            needed = f"int64 edge_attr of shape ({num_entries},), as num_relations={self.num_relations}"
-            if edge_attr is not None and edge_attr.dtype == torch.int64 and edge_attr.shape == (num_entries,):
-                return self._in_range(edge_attr)
-        found = "none" if edge_attr is None else f"{edge_attr.dtype} of shape {tuple(edge_attr.shape)}"
-        raise ValueError(f"this layer needs {needed}; got {found}")
+        if wrong := wrong_edge_attr(edge_attr, num_entries, self.edge_dim, self.num_relations):
+            raise ValueError(f"this layer needs {wrong}")
+        assert edge_attr is not None
+        return self._in_range(edge_attr) if self.edge_dim is None else edge_attr.to(next(self.parameters()).dtype)
 
     def _in_range(self, types: Tensor) -> Tensor:
         assert self.num_relations is not None

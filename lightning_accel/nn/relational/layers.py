@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import Linear, MessagePassing
 
 from lightning_accel._private.others import explained_edges
-from lightning_accel.nn.features import check_edge_index, require_width
+from lightning_accel.nn.features import check_edge_attr, check_edge_index, require_width
 from lightning_accel.nn.relational.kernels import MAPS, ProductKernel, make_edge_weights
 from lightning_accel.nn.relational.rooted import rooted_features
 from lightning_accel.nn.relational.sums import (
@@ -51,15 +51,16 @@ class RelationalOrder3Pooling(nn.Module):
 
     Products and sums are float32 or wider, with autocast disabled, so mixed precision does not reduce accuracy.
 
-    torch.compile breaks the graph where triples are computed: with ``fullgraph=True`` call ``find_triples`` outside and
-    pass ``triples=``.
+    torch.compile breaks the graph where triples are computed: with ``fullgraph=True`` call
+    :func:`lightning_accel.ops.find_triples` outside and pass ``triples=``.
 
     Args:
         in_channels: F; -1 to infer it from the first input.
         out_channels: number of output features.
         rank: R, the number of channels in which triples are summed.
         types: types of subsets, without duplicates.
-        edge_dim: number of features of a floating ``edge_attr``.
+        edge_dim: number of features of a floating ``edge_attr``. Weights of edges are one: pass
+            ``edge_attr=edge_weight[:, None]`` with ``edge_dim=1``.
         num_relations: number of edge types of an int64 ``edge_attr``.
 
     >>> x, edge_index = torch.ones(4, 1), torch.tensor([[0, 1, 2, 3], [1, 2, 0, 0]])
@@ -80,6 +81,7 @@ class RelationalOrder3Pooling(nn.Module):
         types = list_of_names(types)
         if not types or len(set(types)) < len(types) or not set(types) <= set(MAPS):
             raise ValueError(f"types must be some of {list(MAPS)}, each once at most; got {list(types)}")
+        _check_sizes(self, out_channels, rank)
         self.in_channels = in_channels
         self.out_channels = out_channels
         self.rank = rank
@@ -120,7 +122,8 @@ class RelationalOrder3Pooling(nn.Module):
             edge_attr: (M, edge_dim) floating with ``edge_dim``, or (M,) int64 with ``num_relations``.
             batch: (N,) int64, the graph of each node; None for a single graph.
             size: B; by default the last graph of ``batch`` plus one.
-            triples: edges and triangles of the same graph, if they have been computed before.
+            triples: edges and triangles of the same graph, if they have been computed before: by
+                :func:`lightning_accel.ops.find_triples`, which also takes a stored ``triangle_index``.
         """
         # called here, so that torch.compile breaks the graph only here
         triples = _checked_triples(self, x, edge_index, triples)
@@ -141,7 +144,8 @@ class RelationalOrder3Pooling(nn.Module):
         triples = _checked_triples(self, x, edge_index, triples)
         require_width(self, x, "in_channels", self.terms.maps.in_channels, "x (N, {})")
         _check_batch(self, batch, size, triples)
-        _check_edge_attr(self, self.terms.edge_weights, edge_attr)
+        instead = "If it is batch, pass it by name: batch=batch"
+        _check_edge_attr(self, self.terms.edge_weights, edge_attr, x, edge_index, instead)
         graphs = Graphs(batch, size)
         sums, counts = self.terms.sums(x, edge_attr, edge_index, triples, graphs), count_subsets(triples, graphs)
         # exact zeros, where a graph has no subset of a type: rounding errors may not cancel
@@ -155,6 +159,9 @@ class RelationalOrder3Pooling(nn.Module):
         )
 
 
+#: Pool a graph by sums over all subsets of three nodes: the short name of
+#: :class:`lightning_accel.nn.RelationalOrder3Pooling`, which describes its arguments.
+#: ``RO3Pooling(in_channels)(x, edge_index, batch=batch)`` is (graphs, 64).
 RO3Pooling = RelationalOrder3Pooling
 
 
@@ -183,8 +190,8 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
     multiplied by ``w_e`` (R,) = 1 + a map of the edge's features or type for each edge among its nodes, and the sum of
     ``w_ij b_j`` over the neighbours is a further input.
 
-    torch.compile breaks the graph where triples are computed: with ``fullgraph=True`` call ``find_triples`` outside and
-    pass ``triples=``.
+    torch.compile breaks the graph where triples are computed: with ``fullgraph=True`` call
+    :func:`lightning_accel.ops.find_triples` outside and pass ``triples=``.
 
     ``torch_geometric.nn.to_hetero`` creates one layer per relation within a node type; a relation between two node
     types is an error, as a wedge would span several relations: use ``data.to_homogeneous()`` and ``num_relations``.
@@ -194,7 +201,8 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
         out_channels: number of features of the output, and of the hidden layer.
         rank: R. On a CPU, at degree 8 and 1e4 nodes, rank 16 takes 1.3 times as long as a GINConv with 64 channels, and
             1.8 times with many triangles; rank 32 takes 2.0 and 3.0 times as long.
-        edge_dim: number of features of a floating ``edge_attr``.
+        edge_dim: number of features of a floating ``edge_attr``. Weights of edges are one: pass
+            ``edge_attr=edge_weight[:, None]`` with ``edge_dim=1``.
         num_relations: number of edge types of an int64 ``edge_attr``.
         compress_sums: take the sums over triples by their inverse hyperbolic sine, which grows as a logarithm. The
             layer distinguishes the same graphs, and trains better where degrees are 8 and more; sums are exact, and a
@@ -216,6 +224,7 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
                 f"RO3Conv joins triples of nodes of one type, so in_channels is one width, or -1; got {in_channels}. "
                 "Make the graph homogeneous, data.to_homogeneous(), and tell its relations apart by num_relations"
             )
+        _check_sizes(self, out_channels, rank)
         self.in_channels = in_channels
         self.out_channels = out_channels
         self.rank = rank
@@ -247,11 +256,13 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
             x: (N, F) features of the nodes.
             edge_index: (2, M) int64.
             edge_attr: (M, edge_dim) floating with ``edge_dim``, or (M,) int64 with ``num_relations``.
-            triples: edges and triangles of the same graph, if they have been computed before.
+            triples: edges and triangles of the same graph, if they have been computed before: by
+                :func:`lightning_accel.ops.find_triples`, which also takes a stored ``triangle_index``.
         """
         triples = _checked_triples(self, x, edge_index, triples)
         require_width(self, x, "in_channels", self.maps.in_channels, "x (N, {})")
-        _check_edge_attr(self, self.edge_weights, edge_attr)
+        instead = "If it is batch, leave it out: no layer over edges needs it"
+        _check_edge_attr(self, self.edge_weights, edge_attr, x, edge_index, instead)
         with without_autocast(x):
             x = x.to(self.maps.weight.dtype)
             given = self._joined_input(x, edge_attr, edge_index, triples)
@@ -293,6 +304,13 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
         return f"{type(self).__name__}({self.in_channels}, {self.out_channels}, rank={self.rank})"
 
 
+def _check_sizes(layer: nn.Module, out_channels: int, rank: int) -> None:
+    if min(out_channels, rank) < 1:
+        raise ValueError(
+            f"{type(layer).__name__} needs out_channels and rank of at least 1; got {out_channels=}, {rank=}"
+        )
+
+
 def _checked_triples(layer: nn.Module, x: Any, edge_index: Any, triples: Triples | None) -> Triples:
     name = type(layer).__name__
     if isinstance(x, tuple | list | dict) or isinstance(edge_index, dict):
@@ -305,6 +323,12 @@ def _checked_triples(layer: nn.Module, x: Any, edge_index: Any, triples: Triples
     if not isinstance(x, Tensor) or x.ndim != 2:
         found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"{name} needs x (N, F), one row for each node; got {found}")
+    if triples is not None and not isinstance(triples, Triples):
+        raise TypeError(
+            f"{name} takes triples=find_triples(edge_index, num_nodes) of lightning_accel.ops; got a "
+            f"{type(triples).__name__}. Pass a stored triangle_index there: find_triples(edge_index, num_nodes, "
+            "triangle_index)"
+        )
     if triples is not None and triples.num_nodes != x.shape[0]:
         raise ValueError(
             f"{name} got triples of a graph of {triples.num_nodes} nodes and x of {x.shape[0]}: pass those of this "
@@ -313,7 +337,10 @@ def _checked_triples(layer: nn.Module, x: Any, edge_index: Any, triples: Triples
     return triples_of(edge_index, x.shape[0]) if triples is None else triples
 
 
-def _check_edge_attr(layer: nn.Module, edge_map: nn.Module | None, edge_attr: Tensor | None) -> None:
+def _check_edge_attr(
+    layer: nn.Module, edge_map: nn.Module | None, edge_attr: Tensor | None, x: Tensor, edge_index: Tensor, instead: str
+) -> None:
+    check_edge_attr(type(layer).__name__, edge_attr, x.shape[0], edge_index.shape[1], instead)
     if edge_attr is not None and edge_map is None:
         raise ValueError(
             f"{type(layer).__name__} got edge_attr {tuple(edge_attr.shape)}, which counts only with edge_dim, its "

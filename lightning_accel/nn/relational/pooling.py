@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn.inits import reset
 
 from lightning_accel._private.torch import compiled_original
-from lightning_accel.nn.features import check_edge_index, require_floating
+from lightning_accel.nn.features import check_edge_attr, check_edge_index, require_floating
 from lightning_accel.nn.relational.copies import (
     Copies,
     GraphLayout,
@@ -81,7 +81,9 @@ class RelationalPooling(nn.Module):
     Args:
         base_gnn: called as ``base_gnn(x, edge_index)``, and with ``edge_attr`` and ``batch`` by name if its ``forward``
             has them; maps F + k features to (R, H). ``batch`` numbers the copies. It should not mix the graphs of a
-            batch, as batch normalisation does in training.
+            batch, as batch normalisation does in training. Let it normalise each graph after each layer, as
+            ``GIN(..., norm="graph_norm")`` of PyTorch Geometric does: else the sums over neighbours grow with each
+            layer and hide the few marked nodes, and training stays at the most frequent class.
         marks: k; by default that of ``tuples``, or 1. With ``"full"`` every node is marked with its position in an
             order.
         tuples: ``"nodes"`` (k = 1), ``"edges"`` (k = 2, both directions), ``"two_paths"`` (k = 3: end, centre, end) or
@@ -98,7 +100,8 @@ class RelationalPooling(nn.Module):
     k-ary pooling and pi-SGD; the paper uses all permutations, this class also connected tuples.
 
     >>> from torch_geometric.nn import GIN
-    >>> pooling = RelationalPooling(GIN(1 + 2, 8, num_layers=3), tuples="edges", head=nn.Linear(3 * 8, 5)).eval()
+    >>> base = GIN(1 + 2, 8, num_layers=3, norm="graph_norm")
+    >>> pooling = RelationalPooling(base, tuples="edges", head=nn.Linear(3 * 8, 5)).eval()
     >>> pooling(torch.ones(3, 1), torch.tensor([[0, 1], [1, 2]])).shape
     torch.Size([1, 5])
     """
@@ -236,8 +239,21 @@ class RelationalPooling(nn.Module):
         with without_autocast(h):
             readout = at_least_float32(h) if self.level == "node" else _read_out(at_least_float32(h), copies)
         weight = next(self.head.parameters(), None)
-        value = self.head(readout if weight is None else readout.to(weight.dtype))
+        value = self._score(readout if weight is None else readout.to(weight.dtype), h.shape[1])
         return copies.node if self.level == "node" else graph, at_least_float32(value)
+
+    def _score(self, readout: Tensor, width: int) -> Tensor:
+        """Call the head; explain errors of width."""
+        try:
+            return self.head(readout)  # type: ignore[no-any-return]
+        except RuntimeError as error:
+            if _MISMATCH_MESSAGES[0] not in str(error):
+                raise
+            of_graph = f": {width} of the sum over nodes and of each of {self.marks} marked nodes"
+            raise ValueError(
+                f"RelationalPooling calls its head with rows of {readout.shape[1]} features"
+                f"{of_graph if self.level == 'graph' else ''}; {type(self.head).__name__} does not take them: {error}"
+            ) from error
 
     def _embed(self, x: Tensor, edge_index: Tensor, optional: dict[str, Tensor]) -> Any:
         """Call the base GNN; explain errors of width or dtype, since torch's messages do not mention the marks."""
@@ -262,9 +278,11 @@ class RelationalPooling(nn.Module):
             raise TypeError(f"x must be a tensor (nodes, features), got a {type(x).__name__}")
         if x.dim() != 2 or not x.is_floating_point():
             raise ValueError(f"x must be floating, (nodes, features), got {x.dtype}, {tuple(x.shape)}")
+        check_edge_index(type(self).__name__, edge_index)
+        instead = "If it is batch, pass it by name: batch=batch"
+        check_edge_attr(type(self).__name__, edge_attr, len(x), edge_index.shape[1], instead)
         if edge_attr is not None and "edge_attr" not in self._takes:
             raise ValueError(f"edge_attr was given, and {type(self.base_gnn).__name__}.forward has none: leave it out")
-        check_edge_index(type(self).__name__, edge_index)
         if batch is None:
             batch = edge_index.new_zeros(len(x))
             size = 1 if size is None else size
