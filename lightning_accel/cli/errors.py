@@ -372,6 +372,8 @@ def advice(message: str) -> str:
             "\nMake room on the disk of the run folder, or give another by --trainer.default_root_dir; temporary files "
             "are in the folder that TMPDIR names"
         )
+    if re.search(r"monitored key|conditioned on metric", message):
+        return "\nLog it with self.log(..., on_epoch=True), which is not the default of training_step"
     if found := re.search(r"more than one stateful callback of type `(\w+)`", message):
         return f"\nThe Trainer takes one {found[1]}: leave out one of those in configs and on the command line"
     if "primitive descriptor for the LSTM" not in message:
