@@ -21,7 +21,10 @@ from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of, not_logged
 
 _HIGHER_IS_BETTER = re.compile(r"(^|[/_ ])(acc|accuracy|auc|auroc|f1|precision|recall|r2|log_prob)($|[/_ ])")
-_AT_EPOCH_END = " What is logged at the end of training epochs alone needs check_on_train_epoch_end=True"
+_AT_EPOCH_END = (
+    " Log it with self.log(..., on_epoch=True), which is not the default of training_step; if training_step alone logs "
+    "it, give check_on_train_epoch_end=True"
+)
 
 
 class RestoringEarlyStopping(LightningEarlyStopping):

@@ -68,7 +68,7 @@ class Speedups(L.Callback):
         fused_optimizer: step each optimizer that has a fused implementation by one kernel for all parameters.
         fused_rnn: train each ``torch.nn.LSTM`` and ``torch.nn.GRU`` on the CPU by one operation per layer and
             direction, where torch records each gate of each step. LSTMs on padded tensors are left to oneDNN, which is
-            faster. There are no second derivatives then.
+            faster.
         fused_messages: sum the messages of each convolution of PyTorch Geometric on the CPU in one pass, in place of a
             tensor of all messages. Sums and means of features, or of features times weights of edges without a
             gradient, are served, as in GINConv, SAGEConv, GCNConv and users' own convolutions; others are left as they

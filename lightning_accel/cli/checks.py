@@ -1,8 +1,10 @@
 """Checks of config values that fit their types but cannot work, before training starts."""
 
+import inspect
 import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 import lightning as L
@@ -14,13 +16,14 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of
-from lightning_accel.cli.errors import UsageError, nearest
+from lightning_accel.cli.errors import UsageError, import_class, nearest, not_options
 
 _LARGEST_RATE = 1e6  # for learning rates, decays and loss weights; values in use reach about 10
 _RATES = ("lr", "weight_decay", "eta_min", "eta_max", "base_lr", "momentum", "eps", "gamma", "factor")
 # 0 would divide by zero in mid-run
 _COUNTS = ("accumulate_grad_batches", "check_val_every_n_epoch", "step_size", "val_check_interval")
 _LOWEST = {"patience": 0, "cooldown": 0, "num_sanity_val_steps": -1}
+_LARGEST_SEED = 2**32 - 1  # of NumPy
 _SECTIONS = ("model", "data", "optimizer", "lr_scheduler", "trainer")
 
 
@@ -60,6 +63,39 @@ def require_valid_values(config: Namespace) -> None:
         raise UsageError(
             f"trainer.strategy: no strategy {strategy!r}{hint}\nOurs are: {ours}; Lightning's: ddp, fsdp, ..."
         )
+
+
+def require_seed(seed: int | bool | None) -> None:
+    """Reject a seed that NumPy does not take.
+
+    Raises:
+        UsageError: with the range of seeds.
+    """
+    if seed is not None and not 0 <= seed <= _LARGEST_SEED:
+        raise UsageError(f"seed_everything: expected an int from 0 to {_LARGEST_SEED}; got {seed}")
+
+
+def require_groups(config: Namespace) -> None:
+    """Reject a single value where the argument of a class is a group of options, which the parser lets pass.
+
+    Raises:
+        UsageError: with the options of the group.
+    """
+    for section in _SECTIONS:
+        _require_groups(config.get(section), section)
+
+
+def _require_groups(value: Any, place: str) -> None:
+    if isinstance(value, list):
+        for number, part in enumerate(value):
+            _require_groups(part, f"{place}[{number}]")
+    elif isinstance(value, Namespace) and "class_path" in value:
+        cls, arguments = import_class(value.class_path), vars(value.get("init_args") or Namespace())
+        for name, parameter in inspect.signature(cls).parameters.items():
+            part = arguments.get(name)
+            if is_dataclass(parameter.default) and part is not None and not isinstance(part, Namespace):
+                raise UsageError(not_options(f"{place}.{name}", part, cls))
+            _require_groups(part, f"{place}.{name}")
 
 
 def require_even_processes(trainer: L.Trainer) -> None:

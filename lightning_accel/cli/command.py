@@ -44,6 +44,8 @@ from lightning_accel.cli.checks import (
     MonitorCheck,
     report_unused_schedule,
     require_even_processes,
+    require_groups,
+    require_seed,
     require_valid_values,
 )
 from lightning_accel.cli.errors import (
@@ -236,6 +238,8 @@ class AccelCLI(LightningCLI):
         except ArgumentError:  # a name that a file names, or that is misspelt, of which the message tells the nearest
             _import_classes(arguments, all_of_them=True)
             self.config = parse()
+        if "subcommand" in self.config:
+            require_seed(self.config[self.config.subcommand].get("seed_everything"))
 
     def _parse_ckpt_path(self) -> None:
         """Read the checkpoint from ``--ckpt_path``; take the model from it if the config has none.
@@ -263,6 +267,7 @@ class AccelCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
+        require_groups(config)
         require_valid_values(config)
         if self.subcommand == "fit" and config.ckpt_path in ("best", "last"):
             raise UsageError(

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning_accel.cli.own_options import reject_misspelt
+
 if TYPE_CHECKING:
     from lightning import Callback, LightningDataModule, LightningModule, Trainer
 
@@ -34,6 +36,7 @@ def run_doctor(arguments: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=10.0, help="how long to train; by default 10")
     try:
         options, rest = parser.parse_known_args(arguments)
+        reject_misspelt(parser, options, rest)
     except SystemExit as stop:
         return int(stop.code or 0)
     if reason := _reason_against(options):

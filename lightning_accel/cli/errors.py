@@ -16,6 +16,7 @@ from pathlib import Path
 import lightning as L
 import yaml
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
@@ -34,9 +35,11 @@ _CLASSES_OF = {
     "optimizer": Optimizer,
     "trainer.callbacks": L.Callback,
     "trainer.logger": Logger,
+    "trainer.plugins": Precision,
     "trainer.profiler": Profiler,
     "trainer.strategy": Strategy,
 }
+_BASE_NAMES = {base.__name__ for base in _CLASSES_OF.values()}
 
 
 class UsageError(Exception):
@@ -127,8 +130,11 @@ def explain(message: str) -> str:
 
     A recognized message is reduced to one line with the nearest valid name; any other keeps its text, without listings.
     """
-    where = ".".join(re.findall(r'Parser key "([^"]+)"', message))
+    problem, message = _broken_module(message), _until_first_problem(message)
+    where = ".".join(re.findall(r'Parser key "([^"]+)"', message.partition("Unable to load config")[0]))
     classes = re.findall(r"Problem with given class_path '([^']+)'", message)
+    if found := re.search(r"Unable to load config '(.*)'", message):
+        return not_options(where, found[1], import_class(classes[-1]) if classes else None)
     if grouped := _rejected_option(message):
         return _unknown_parameter(where, *grouped)
     if found := re.search(r"[Uu]nrecognized arguments: (.+)", message):
@@ -139,7 +145,7 @@ def explain(message: str) -> str:
     if found := re.search(r"invalid choice: '([^']+)' \(choose from (.+)\)", message):
         choices = re.findall(r"\w+", found[2])
         return f"no subcommand {found[1]!r}{nearest(found[1], choices)}\nThere are: {', '.join(choices)}"
-    if problem := _broken_module(message):
+    if problem:
         return f"{where}: {problem}"
     if refused := _rejected_parameter(message):
         return _unknown_parameter(where, *refused)
@@ -165,6 +171,26 @@ def explain(message: str) -> str:
     return without_listings(message)
 
 
+def _until_first_problem(message: str) -> str:
+    """Cut ``message`` after its first problem with a class that a user named, which is then tried as other types."""
+    lines = message.splitlines()
+    for number, line in enumerate(lines):
+        found = re.match(r"( *)- Problem with given class_path '([^']+)'", line)
+        if found and found[2].rpartition(".")[2] not in _BASE_NAMES:
+            after = range(number + 1, len(lines))
+            end = next((n for n in after if lines[n] and not lines[n].startswith(f"{found[1]}  ")), len(lines))
+            return "\n".join(lines[:end])
+    return message
+
+
+def not_options(where: str, value: object, cls: type | None) -> str:
+    """Return the message for one value in place of a group of options, which is an argument of ``cls``, if given."""
+    name = where.rpartition(".")[2]
+    of_group = [] if cls is None else [one for one in _parameters(cls) if one.startswith(f"{name}.")]
+    known = f"\nIt has: {', '.join(one.removeprefix(f'{name}.') for one in of_group)}" if of_group else ""
+    return f"{where}: expected options, --{where}.OPTION VALUE or a mapping in a config; got {value}{known}"
+
+
 def _broken_module(message: str) -> str:
     """Return why the module of the class in ``message`` cannot be imported; empty if it can."""
     for class_path in re.findall(r"Given value: ([\w.]+)$|'class_path': '([\w.]+)'", message, re.MULTILINE):
@@ -187,8 +213,7 @@ def _rejected_parameter(message: str) -> tuple[str, str] | None:
         re.DOTALL,
     )
     named = [(inner or outer, name) for outer, name, inner in pairs]
-    bases = {base.__name__ for base in _CLASSES_OF.values()}
-    return next((pair for pair in named if pair[0].rpartition(".")[2] not in bases), named[0] if named else None)
+    return next((pair for pair in named if pair[0].rpartition(".")[2] not in _BASE_NAMES), named[0] if named else None)
 
 
 def _rejected_option(message: str) -> tuple[str, str] | None:
@@ -270,14 +295,19 @@ def _known_options() -> set[str]:
 
 
 def _unknown_parameter(where: str, class_path: str, name: str) -> str:
-    module, _, class_name = class_path.rpartition(".")
-    cls = getattr(import_module(module), class_name)
+    cls = import_class(class_path)
     if cls in _CLASSES_OF.values():  # a base class: the user named no class
         return _no_class(where, name)
     options = _parameters(cls)
     in_groups = {option.rpartition(".")[2]: option for option in options}
     hint = nearest(name, options) if name not in in_groups else f"; did you mean {in_groups[name]!r}?"
     return f"{where}: {class_path} has no option {name!r}{hint}\nIt has: {', '.join(options)}"
+
+
+def import_class(class_path: str) -> type:
+    module, _, name = class_path.rpartition(".")
+    cls: type = getattr(import_module(module), name)
+    return cls
 
 
 def _no_class(where: str, name: str) -> str:
@@ -342,6 +372,10 @@ def advice(message: str) -> str:
             "\nMake room on the disk of the run folder, or give another by --trainer.default_root_dir; temporary files "
             "are in the folder that TMPDIR names"
         )
+    if re.search(r"monitored key|conditioned on metric", message):
+        return "\nLog it with self.log(..., on_epoch=True), which is not the default of training_step"
+    if found := re.search(r"more than one stateful callback of type `(\w+)`", message):
+        return f"\nThe Trainer takes one {found[1]}: leave out one of those in configs and on the command line"
     if "primitive descriptor for the LSTM" not in message:
         return ""
     return (

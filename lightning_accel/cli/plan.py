@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_accel.cli.own_options import reject_misspelt
+
 if TYPE_CHECKING:
     from lightning_accel.planning.simulation import Fit, Run
 
@@ -30,6 +32,7 @@ def run_plan(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything to this file, too")
     try:
         own, of_fit = parser.parse_known_args(arguments)
+        reject_misspelt(parser, own, of_fit)
         if not of_fit:
             parser.error("give the run to plan, as to fit: --config X.yaml")
         if (own.gpus is None) == (own.processes is None):

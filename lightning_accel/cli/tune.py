@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning_accel.cli.own_options import reject_misspelt
 from lightning_accel.tuning.choices import ALLOWABLE, GOALS
 
 if TYPE_CHECKING:  # its help needs no torch
@@ -76,6 +77,7 @@ def run_tune(arguments: Sequence[str]) -> int:
     parser.add_argument("--output", default="tuned", help="folder of tuned.yaml and report.md (default: tuned)")
     try:
         own, of_fit = parser.parse_known_args(arguments)
+        reject_misspelt(parser, own, of_fit)
         if not of_fit:
             parser.error("give the run to tune, as to fit: --config X.yaml")
         if not of_fit[0].startswith("-"):

@@ -13,6 +13,7 @@ from lightning_accel.measure import Machine, Rates, action_times, part_times
 from lightning_accel.measure.rates import BY_ONEDNN
 
 _NOTABLE = 0.03  # share of a step from which a cost is worth a line
+_WORK = "forward and backward"
 _SELDOM = 50  # Lightning's own log_every_n_steps
 _TINY_BATCH = 8
 _SAVED_OF_GPS = 0.5  # share of the time of PyTorch Geometric's attention, as benchmarks/bench_molecules.py measures
@@ -29,12 +30,15 @@ class Finding:
         what: what was seen.
         cost_ms: time that it takes of each step; 0 if it costs something else.
         mend: what to do.
+        part: part of the step in which that time is, empty if it may be in any. Findings of one part may count the same
+            milliseconds.
     """
 
     name: str
     what: str
     cost_ms: float
     mend: str
+    part: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -62,6 +66,7 @@ def find_slowness(seen: Examined, machine: Machine, rates: Rates) -> list[Findin
         *_padded_attention(seen, parts),
         *_float64(seen, parts, rates),
         *_slow_products(seen, parts, rates),
+        *_full_precision(seen, parts, rates),
         *_too_many_threads(seen, machine),
         *_too_many_workers(seen, machine),
         *_restarted_workers(seen, parts),
@@ -98,7 +103,7 @@ def _slow_loader(seen: Examined, parts: dict[str, float], machine: Machine) -> I
     else:
         mend = "prepare samples once, ahead, or make __getitem__ faster; more workers where there are more cores"
     what = f"the run waits for data {parts['data'] / step:.0%} of a step; the loader has {workers} workers{alone}"
-    yield Finding("slow loader", what, parts["data"], mend)
+    yield Finding("slow loader", what, parts["data"], mend, "data")
 
 
 def _unpinned(seen: Examined, rates: Rates) -> Iterator[Finding]:
@@ -109,7 +114,7 @@ def _unpinned(seen: Examined, rates: Rates) -> Iterator[Finding]:
     if rates.pinned_bytes_per_s and rates.pageable_bytes_per_s:
         cost = 1000 * seen.batch_bytes * (1 / rates.pageable_bytes_per_s - 1 / rates.pinned_bytes_per_s)
     what = "batches are copied to the GPU from memory that is not pinned"
-    yield Finding("no pinned memory", what, max(cost, 0.0), "DataLoader(pin_memory=True)")
+    yield Finding("no pinned memory", what, max(cost, 0.0), "DataLoader(pin_memory=True)", "transfer")
 
 
 def _host_syncs(seen: Examined) -> Iterator[Finding]:
@@ -127,7 +132,7 @@ def _small_operations(seen: Examined, parts: dict[str, float]) -> Iterator[Findi
         if cost >= _NOTABLE * sum(parts.values()):
             what = f"{loop.place} runs {loop.times} times a batch, {loop.operations} small operations in all"
             mend = "operations on whole tensors in place of the loop (torch.stack, torch.vmap), or torch.compile"
-            yield Finding("small operations", f"{what}, with their backward pass {loop.ms:.3g} ms", cost, mend)
+            yield Finding("small operations", f"{what}, with their backward pass {loop.ms:.3g} ms", cost, mend, _WORK)
 
 
 def _frequent_logging(seen: Examined) -> Iterator[Finding]:
@@ -141,20 +146,26 @@ def _frequent_logging(seen: Examined) -> Iterator[Finding]:
     step = sum(part_times(seen.steps).values())
     if cost >= _NOTABLE * step:
         what = f"metrics go to the loggers every {seen.log_every_n_steps} steps, {extra:.3g} ms each time"
-        yield Finding("frequent logging", what, cost, f"Trainer(log_every_n_steps={_SELDOM})")
+        yield Finding("frequent logging", what, cost, f"Trainer(log_every_n_steps={_SELDOM})", "logging")
 
 
 def _slow_callbacks(seen: Examined, parts: dict[str, float]) -> Iterator[Finding]:
     for action, cost in action_times(seen.steps, "callbacks").items():
         if cost >= _NOTABLE * sum(parts.values()):
-            yield Finding("slow hook", f"{action} runs in every step", cost, "run it every so often, or make it faster")
+            yield Finding(
+                "slow hook",
+                f"{action} runs in every step",
+                cost,
+                "run it every so often, or make it faster",
+                "callbacks",
+            )
 
 
 def _waiting(parts: dict[str, float]) -> Iterator[Finding]:
     if parts["waiting"] >= _NOTABLE * sum(parts.values()):
         what = "this rank waits for slower ones"
         mend = "give all ranks equal work: equal batches, equal devices, no work on one rank alone"
-        yield Finding("uneven ranks", what, parts["waiting"], mend)
+        yield Finding("uneven ranks", what, parts["waiting"], mend, "waiting")
 
 
 def _padding(seen: Examined, parts: dict[str, float]) -> Iterator[Finding]:
@@ -162,12 +173,12 @@ def _padding(seen: Examined, parts: dict[str, float]) -> Iterator[Finding]:
     if seen.padded_columns >= _NOTABLE:
         what = f"{seen.padded_columns:.0%} of the columns of batches are padding of all samples"
         mend = 'pad to the longest sample of a batch, or Batching(padding="trimmed")'
-        yield Finding("padding", what, seen.padded_columns * work, mend)
+        yield Finding("padding", what, seen.padded_columns * work, mend, _WORK)
     rest = seen.padding - seen.padded_columns
     if rest >= _MUCH_PADDING:
         what = f"{rest:.0%} of the tokens of batches are padding of samples that are shorter than the longest"
         mend = 'Batching(length_bucketed=True), or where labels are of tokens Batching(padding="packed")'
-        yield Finding("uneven lengths", what, rest * work, mend)
+        yield Finding("uneven lengths", what, rest * work, mend, _WORK)
 
 
 def _padded_attention(seen: Examined, parts: dict[str, float]) -> Iterator[Finding]:
@@ -187,7 +198,9 @@ def _float64(seen: Examined, parts: dict[str, float], rates: Rates) -> Iterator[
     what = f"float64, twice the memory, in {_listed(seen.float64)}, though precision is {seen.precision}"
     # those parts at the ratio of the measured rates: an estimate
     cost = saved * (parts["forward"] + parts["backward"])
-    yield Finding("float64", what, cost, "module.float(), and dtype=torch.float32 where data come from NumPy or lists")
+    yield Finding(
+        "float64", what, cost, "module.float(), and dtype=torch.float32 where data come from NumPy or lists", _WORK
+    )
 
 
 def _slow_products(seen: Examined, parts: dict[str, float], rates: Rates) -> Iterator[Finding]:
@@ -197,7 +210,19 @@ def _slow_products(seen: Examined, parts: dict[str, float], rates: Rates) -> Ite
     cost = 1000 * seen.onednn_flops * (1 / by_mkl - 1 / by_onednn)
     if cost >= _NOTABLE * sum(parts.values()):
         what = f"MKL multiplies float32 matrices, and oneDNN is here {by_onednn / by_mkl:.3g} times as fast"
-        yield Finding("slow products", what, cost, "Speedups(onednn_matmul=True), which changes rounding alone")
+        yield Finding("slow products", what, cost, "Speedups(onednn_matmul=True), which changes rounding alone", _WORK)
+
+
+def _full_precision(seen: Examined, parts: dict[str, float], rates: Rates) -> Iterator[Finding]:
+    now, lower = rates.matmul.get(seen.multiplies_in), rates.matmul.get("bf16")
+    if not seen.precision.startswith("32") or seen.multiplies_in == "fp64" or not (seen.flops and now and lower):
+        return
+    # what is not products, and what they wait for, stays as it is: an estimate from above
+    cost = min(1000 * seen.flops * (1 / now - 1 / lower), (1 - now / lower) * (parts["forward"] + parts["backward"]))
+    if cost >= _NOTABLE * sum(parts.values()):
+        what = f"precision is {seen.precision}, and products in bfloat16 are here {lower / now:.3g} times as fast"
+        mend = "try Trainer(precision='bf16-mixed'), whose rounding may change metrics, or let tune try it"
+        yield Finding("full precision", what, cost, mend, _WORK)
 
 
 def _too_many_threads(seen: Examined, machine: Machine) -> Iterator[Finding]:
@@ -229,14 +254,16 @@ def _restarted_workers(seen: Examined, parts: dict[str, float]) -> Iterator[Find
     every = seen.workers_start_ms if seen.fewer_workers_start_ms is None else seen.fewer_workers_start_ms
     if every is not None and every >= _NOTABLE * sum(parts.values()):
         what = "workers start and end with each epoch, which takes this long for each of its batches"
-        yield Finding("restarted workers", what, every, "DataLoader(persistent_workers=True), or num_workers=0")
+        yield Finding("restarted workers", what, every, "DataLoader(persistent_workers=True), or num_workers=0", "data")
 
 
 def _graph_breaks(seen: Examined) -> Iterator[Finding]:
     for each in seen.graph_breaks:
         what = f"the compiled {each.name or 'module'} breaks its graph {each.breaks} times; first: {each.reason}"
         cost = seen.graph_breaks_ms * each.breaks / sum(one.breaks for one in seen.graph_breaks)
-        yield Finding("graph breaks", what, cost, "rewrite that line in torch, or compile only the parts without such")
+        yield Finding(
+            "graph breaks", what, cost, "rewrite that line in torch, or compile only the parts without such", _WORK
+        )
 
 
 def _compilations(seen: Examined) -> Iterator[Finding]:
@@ -244,7 +271,7 @@ def _compilations(seen: Examined) -> Iterator[Finding]:
         times, ms, first = seen.compilations
         what = f"compiled {times} times in {len(seen.steps)} steps, after the first ones; first: {first}"
         mend = "inputs of one shape (drop_last=True, padding to a few lengths), or torch.compile(dynamic=True)"
-        yield Finding("recompilations", what, ms / len(seen.steps), mend)
+        yield Finding("recompilations", what, ms / len(seen.steps), mend, _WORK)
 
 
 def _unused(seen: Examined) -> Iterator[Finding]:
@@ -253,7 +280,7 @@ def _unused(seen: Examined) -> Iterator[Finding]:
         mend = "remove them, or requires_grad_(False); DDP needs find_unused_parameters for them, or accel_ddp"
         if seen.unused_ms:
             what += f"; their forward pass takes {seen.unused_ms:.3g} ms"
-        yield Finding("unused parameters", what, seen.unused_ms, mend)
+        yield Finding("unused parameters", what, seen.unused_ms, mend, _WORK)
 
 
 def _tiny_batch_norms(seen: Examined) -> Iterator[Finding]:

@@ -49,10 +49,14 @@ def _sizes(seen: Examined, share: float | None) -> Table:
 
 
 def _findings(findings: Sequence[Finding]) -> Table:
-    rows = [
-        (finding.name, f"{finding.cost_ms:.3g}" if finding.cost_ms else "", f"{finding.what}. Mend: {finding.mend}")
-        for finding in findings
-    ]
-    if not rows:
+    if not findings:
         return Table("Findings: none", (), [("nothing that the doctor knows of slows this run",)])
-    return Table("Findings", ("what", "ms a step", ""), rows)
+    rows = [
+        (one.name, f"{one.cost_ms:.3g}" if one.cost_ms else "", one.part, f"{one.what}. Mend: {one.mend}")
+        for one in findings
+    ]
+    costly = [one.part for one in findings if one.cost_ms]
+    if len(costly) > len(set(costly)) or ("" in costly and len(costly) > 1):
+        note = "findings of one part, or without one, may count the same milliseconds: mend one, and measure again"
+        rows.append(("", "", "", note))
+    return Table("Findings", ("what", "ms a step", "part", ""), rows)

@@ -368,7 +368,9 @@ def test_a_metric_that_is_not_logged_is_named_with_the_nearest():
     with pytest.raises(ValueError, match=r"monitors 'val/los', which is not logged; did you mean 'val/loss'\? Logged"):
         fit(module, ours(monitor="val/los"), num_sanity_val_steps=1)
     assert module.steps == 0, "before training"
-    with pytest.raises(ValueError, match=r"'score', which is not logged. Logged so far: val/loss. .*_epoch_end=True"):
+    with pytest.raises(
+        ValueError, match=r"'score', which is not logged. Logged so far: val/loss. Log it .*on_epoch=True.*_end=True"
+    ):
         fit(Scripted(*FIGURES), ours(monitor="score"), num_sanity_val_steps=1)
 
 

@@ -133,3 +133,10 @@ def test_help_imports_no_torch():
         )
         said = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
         assert f"lightning-accel {' '.join(arguments[:-1])}" in said
+
+
+@pytest.mark.parametrize("line", ["doctor --second 3", "plan --config x.yaml --gpu 8xH100-80GB", "tune --goals memory"])
+def test_a_misspelt_option_is_named_with_the_nearest(command, line):
+    done = command(*line.split())
+    assert done.status == 2
+    assert re.search(r"error: no option (--\w+); did you mean \1s\?|no option --goals; did you mean --goal\?", done.err)

@@ -61,6 +61,16 @@ WRONG = [
         r"bad_syntax cannot be imported: invalid syntax \(bad_syntax.py, line 1",
     ),
     ([*OURS, "--model.dim=wide"], r"model.dim: expected int; got wide"),
+    ([*OURS, "--model.experts=4"], r"model.experts: expected options, --model.experts.OPTION.*; got 4\nIt has: num_"),
+    (
+        config("model: {class_path: MoEClassifier, init_args: {experts: 4}}"),
+        r"model.experts: expected options, --model.experts.OPTION VALUE or a mapping in a config; got 4\nIt has: num_e",
+    ),
+    ([*OURS, "--seed_everything=-3"], r"seed_everything: expected an int from 0 to 4294967295; got -3"),
+    (
+        config("trainer: {plugins: [{class_path: AmpPrecision, init_args: {dtype: x}}]}"),
+        r"trainer.plugins.dtype: expected 'auto' or 'bf16' or 'fp16'; got x",
+    ),
     ([*OURS, "--model.experts.k=9"], r"k must lie in \[1, num_experts\]; got k=9, num_experts=8\n\(ValueError"),
     ([*OURS, "--trainer.strategy=dpp"], r"no strategy 'dpp'; did you mean 'ddp'"),
     (["fit", *OFF], r"fit needs a model: --model MoEClassifier, --model my_file.MyModule"),
@@ -112,6 +122,8 @@ ALIKE = [  # found by the same checks, at other options
     ([*OURS, "--optimizer=AdmW"], r"optimizer: no class 'AdmW'; did you mean 'AdamW'\?"),
     ([*OURS, "--optimizer=AdamW", "--optimizer.lrr=1"], r"torch.optim.AdamW has no option 'lrr'"),
     ([*OURS, "--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitr=x"], r"did you mean 'monitor'"),
+    ([*OURS, "--trainer.plugins=AmpPrecison"], r"trainer.plugins: no class 'AmpPrecison'; did you mean 'AmpPrecision'"),
+    ([*OURS, "--trainer.plugins.dtype=x"], r"'dtype' belongs to no class\nName the class: --trainer.plugins CLASS"),
     ([*OURS, "--trainer.logger=CSVLoger"], r"trainer.logger: no class 'CSVLoger'; did you mean 'CSVLogger'"),
     (
         [*OURS, "--trainer.logger.save_dir=x"],

@@ -30,8 +30,10 @@ from lightning_accel.diagnosis import (
     loader_times,
 )
 from lightning_accel.diagnosis.examination import SlowLoop
+from lightning_accel.diagnosis.findings import Finding
 from lightning_accel.diagnosis.graph_breaks import Compilations, GraphBreaks
 from lightning_accel.diagnosis.picture import draw_step
+from lightning_accel.diagnosis.run_tables import _findings
 from lightning_accel.measure import Rates, Segment, Step, describe_machine, part_times, step_parts
 from lightning_accel.nn.graph_attention import padding_gps, replace_gps_
 from tests.planted import SLEPT, Rows, Sleeping, rows, sleep, use_clock
@@ -91,6 +93,19 @@ def test_a_sound_run_has_no_findings():
         return [one for one in found if one.name == "slow products"]
 
     assert slow()[0].cost_ms == pytest.approx(6000)
+    parts = part_times(seen.steps)
+    work = parts["forward"] + parts["backward"]
+
+    def full(**other):
+        changed = replace(seen, **{"flops": 8_000_000_000} | other)
+        return [one for one in find_slowness(changed, describe_machine(), RATES) if one.name == "full precision"]
+
+    assert full()[0].cost_ms == pytest.approx(work / 2)  # of products at twice the rate
+    assert full(flops=int(1.6e6 * work))[0].cost_ms == pytest.approx(0.4 * work, rel=0.01)
+    assert "bf16-mixed" in full()[0].mend
+    assert not full(flops=100)
+    assert not full(precision="bf16-mixed")
+    assert not full(float64=["weight"])
     assert "4 times" in slow()[0].what
     assert not slow(onednn_flops=seen.onednn_flops)  # of small products
     assert not slow(multiplies_by_onednn=True)
@@ -102,6 +117,15 @@ def test_a_sleeping_dataset_is_a_slow_loader(clock):
     assert found["slow loader"].cost_ms == pytest.approx(20, rel=0.01)
     assert seen.loading_ms == pytest.approx(20, rel=0.01)
     assert "num_workers=" in found["slow loader"].mend
+
+
+def test_the_table_says_which_findings_count_the_same_time():
+    def rows_of(*parts):
+        return _findings([Finding(f"cause {n}", "seen", 1.0, "mend", part) for n, part in enumerate(parts)]).rows
+
+    assert "may count the same" not in str(rows_of("data", "logging"))
+    for parts in (("data", "data"), ("data", "")):
+        assert "may count the same milliseconds" in rows_of(*parts)[-1][-1]
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
+from lightning_accel.callbacks.compression_phase import HasPhases
 from lightning_accel.callbacks.deployment.copies import WholeCopy, run_folder, run_in_first_process
 from lightning_accel.callbacks.deployment.deployed import (
     Deployed,
@@ -23,6 +24,7 @@ from lightning_accel.callbacks.deployment.deployed import (
     require_validation,
 )
 from lightning_accel.callbacks.deployment.loaders import undistributed
+from lightning_accel.callbacks.deployment.report import AT_FIRST, VALIDATED, complete_row, shrunk_from
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of, move_last
 from lightning_accel.compress.calls import Inputs, Run, device_of, smallest_call
@@ -63,7 +65,8 @@ class Export(L.Callback):
 
     A report beside it, in ``figures/`` of the run folder and in the terminal, lists parameters, size,
     multiply-accumulates, latency at batch size 1 and at the validation batch size, and the metrics that
-    ``validation_step`` logs, for the file and for the model as it is, compiled, and in bfloat16.
+    ``validation_step`` logs, for the file and for the model as it is, compiled, and in bfloat16. If training has
+    changed shapes, as pruned channels do, the model before training has a row without metrics.
 
     Args:
         format: ``pt2`` (``torch.export``) or ``onnx``; ``auto`` is ``onnx`` where Quantization made an ONNX file, else
@@ -252,12 +255,17 @@ class Export(L.Callback):
         plain = plain_forms(deployed.module) if self.compare else {"fp32 eager": deployed.module}
         progress = Progress(rank_zero_info, "export")
         timed = deployed.inputs[0 if self.max_length is None else -1]
-        rows = measure_forms(deployed.module, timed, {**plain, **files}, progress=progress)
+        start = shrunk_from(self._copy, deployed) if self.max_length is None else None
+        others: dict[str, Run] = {} if start is None else {AT_FIRST: start}
+        rows = measure_forms(deployed.module, timed, {**others, **plain, **files}, progress=progress)
         judged: dict[str, Run | None] = {**plain, "fp32 eager": None}
         judged |= {name: partial(_run_as_module, deployed.module, run, self.postprocess) for name, run in files.items()}
         datamodule = trainer.datamodule  # type: ignore[attr-defined]
         limits = trainer.limit_val_batches if trainer.limit_val_batches is not None else 1.0
         report = Report("export", device_of(deployed.module))
+        report.conditions = f"{VALIDATED}; a file runs as load_compressed reads it, uncompiled unless it says so"
+        if start is not None:
+            report.add(complete_row(rows.pop(AT_FIRST), start, deployed))
         for name, row in rows.items():
             comparable = name not in files or self.postprocess is None or isinstance(self.postprocess, Probabilities)
             if not row.note and comparable and self.max_length is None:
@@ -367,6 +375,13 @@ def _quantization_result(trainer: L.Trainer) -> Any:
     """Return the result of a ``Quantization``: with ``name``, ``run``, ``program``, ``onnx``, ``deployed``."""
     for callback in callbacks_of(trainer, L.Callback):
         result: Any = getattr(callback, "result", None)
+        is_fit = trainer.state.fn == TrainerFn.FITTING
+        if result is None and not is_fit and isinstance(callback, HasPhases) and hasattr(callback, "result"):
+            rank_zero_warn(
+                f"Export writes the float model: {type(callback).__name__} makes its form at the end of a fit alone. "
+                "For int8, add Export to the callbacks of the fit, or quantize the checkpoint in Python: "
+                "Quantization('static').convert(module, train_loader, val_loader)"
+            )
         if hasattr(result, "run") and hasattr(result, "deployed"):
             if result.program is None and result.onnx is None:
                 rank_zero_warn(f"{result.name} has no form that a file can hold; Export writes the float model")

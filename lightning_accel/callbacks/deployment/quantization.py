@@ -27,7 +27,7 @@ from lightning_accel.callbacks.deployment.loaders import in_random_order, undist
 from lightning_accel.callbacks.deployment.memory import memory_of
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.resume.random_state import restored_random_state
-from lightning_accel.callbacks.trainer_callbacks import not_logged
+from lightning_accel.callbacks.trainer_callbacks import callbacks_of, not_logged
 from lightning_accel.compress.calls import Inputs, first_line, first_samples, num_samples, smallest_call
 from lightning_accel.compress.export.decoding import CachedDecoder, tokens_of
 from lightning_accel.compress.export.structure import Flat, Structure, tensors_of
@@ -54,6 +54,10 @@ from lightning_accel.ops.names import list_of_names, require_one_of
 from lightning_accel.ops.renames import DROPPED_IN, renamed_arguments
 from lightning_accel.strategies import PipelineStrategy
 
+_CONDITIONS = (
+    "samples of a training batch, in this process; fp32 eager is the model after training, and quantized forms are "
+    "compiled or run by ONNX Runtime"
+)
 Mode: TypeAlias = Literal["auto", "static", "dynamic", "weight_only", "qat"]
 
 
@@ -106,8 +110,8 @@ class Quantization(L.Callback):
 
     Raises:
         ValueError: if an option is out of range; before training, if ``exclude`` or ``module`` names nothing, if
-            ``Export`` writes another module, if no layer can be quantized, or if there is no validation data for
-            ``monitor``.
+            ``Export`` writes another module, if no layer can be quantized, if there is no validation data for
+            ``monitor``, or if there are several of these callbacks.
         TypeError: before training, if the module has no ``validation_step``.
         ModuleNotFoundError: before training, if a package of the ``backend`` is missing.
 
@@ -205,6 +209,11 @@ class Quantization(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
+        if (count := len(callbacks_of(trainer, Quantization))) > 1:
+            raise ValueError(
+                f"the Trainer has {count} Quantization callbacks, and takes one, since Export writes one form. "
+                "mode='auto' compares all forms of a run; measure another set of options with convert(), after the fit"
+            )
         self._file_format, self._max_length = file_of_quantized(trainer)
         self._exported = self._require_exported(exported_modules(trainer))
         kind = "static" if self.mode == "qat" else self.mode
@@ -320,8 +329,9 @@ class Quantization(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         self._training.update_ranges()
 
-    def state_dict(self) -> dict[str, Any]:
-        return self._training.state_dict()
+    # Lightning rejects two callbacks with a state_dict() in a message of its own, before setup
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["callbacks"][self.state_key] = self._training.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._training.load_state_dict(state_dict)
@@ -470,6 +480,7 @@ def _validate(
 def _save_report(report: Report | None, folder: Path) -> None:
     """Print a report and write its files; reduce errors to a warning."""
     if report is not None:
+        report.conditions = _CONDITIONS
         with failures_as_warnings("Quantization could not write its report"):
             report.print()
             report.save(folder)

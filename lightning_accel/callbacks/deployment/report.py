@@ -23,10 +23,11 @@ from lightning_accel.compress.calls import Run, device_of, num_samples, smallest
 from lightning_accel.compress.report.forms import measure_forms, plain_forms
 from lightning_accel.compress.report.macs import count_macs
 from lightning_accel.compress.report.progress import Progress
-from lightning_accel.compress.report.report import Report, count_parameters, describe_layers, saved_bytes
+from lightning_accel.compress.report.report import Report, Row, count_parameters, describe_layers, saved_bytes
 from lightning_accel.ops.extras import require_module
 
-_AT_FIRST = "before training"
+AT_FIRST = "before training"
+VALIDATED = "samples of a validation batch"
 
 
 class CompressionReport(L.Callback):
@@ -94,18 +95,14 @@ class CompressionReport(L.Callback):
         loader = undistributed(trainer.val_dataloaders)
         found = find_deployed(copied, loader, self.module, datamodule=datamodule)
         plain = plain_forms(found.module, self.compiled)
-        start = self._copy.with_original_shapes().get_submodule(found.name)
-        has_shrunk = count_parameters(start.parameters())[0] != count_parameters(found.module.parameters())[0]
-        others: dict[str, Run] = {_AT_FIRST: start} if has_shrunk else {}
+        start = shrunk_from(self._copy, found)
+        others: dict[str, Run] = {} if start is None else {AT_FIRST: start}
         progress = Progress(rank_zero_info, "compression report")
         rows = measure_forms(found.module, found.inputs[0], plain | others, seconds=self.seconds, progress=progress)
         report = Report("compression", device_of(found.module))
-        if has_shrunk:
-            parameters, _ = count_parameters(start.parameters())
-            call = smallest_call(start, found.inputs[0])
-            macs = count_macs(start, *call).total // num_samples(call)
-            of_start = rows.pop(_AT_FIRST)._replace(parameters=parameters, macs=macs, file_bytes=saved_bytes(start))
-            report.add(of_start)
+        report.conditions = VALIDATED
+        if start is not None:
+            report.add(complete_row(rows.pop(AT_FIRST), start, found))
         for name, row in rows.items():
             if not row.note:
                 progress(f"validates {name}", if_slow=True)
@@ -117,6 +114,23 @@ class CompressionReport(L.Callback):
             found.module, *smallest_call(found.module, found.inputs[0]), reasons_left_out(trainer, found.name)
         )
         return report
+
+
+def shrunk_from(copy: WholeCopy, found: Deployed) -> nn.Module | None:
+    """Return the deployed module as it was before training, with other weights; None if its size is the same."""
+    start = copy.with_original_shapes().get_submodule(found.name)
+    sizes = [count_parameters(one.parameters())[0] for one in (start, found.module)]
+    return None if sizes[0] == sizes[1] else start.to(device_of(found.module))
+
+
+def complete_row(row: Row, start: nn.Module, found: Deployed) -> Row:
+    """Return the row of ``start``, what the deployed module was before training, with its sizes, and no metrics."""
+    call = smallest_call(start, found.inputs[0])
+    return row._replace(
+        parameters=count_parameters(start.parameters())[0],
+        macs=count_macs(start, *call).total // num_samples(call),
+        file_bytes=saved_bytes(start),
+    )
 
 
 def _try_layers(found: Deployed) -> None:

@@ -358,11 +358,12 @@ class Pruning(L.Callback):
 
     # ---- resuming
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return masks as bits and the progress; all processes must call it."""
+    # Lightning rejects two callbacks with a state_dict() and the same key, in a message of its own, before setup
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Save masks as bits and the progress."""
         if self._module is None:
-            return {}
-        return {
+            return
+        checkpoint["callbacks"][self.state_key] = {
             "step": self._step,
             "seen": self._seen,
             "reached": self._reached,

@@ -39,9 +39,9 @@ class Form:
     """
 
     name: str
-    run: Callable[..., Any]
-    program: ExportedProgram | None = None
-    onnx: bytes | None = None
+    run: Callable[..., Any] = field(repr=False)
+    program: ExportedProgram | None = field(default=None, repr=False)
+    onnx: bytes | None = field(default=None, repr=False)
     file_bytes: int | None = None
     left_float: dict[str, str] = field(default_factory=dict)
     no_file: str = ""

@@ -107,8 +107,8 @@ class Quantized(Form):
         picks: the form that would be picked if each batch size that was measured decided.
     """
 
-    report: Report | None = None
-    refused: Mapping[str, str] | None = None
+    report: Report | None = field(default=None, repr=False)
+    refused: Mapping[str, str] | None = field(default=None, repr=False)
     ties: Sequence[str] = ()
     faster_float: str | None = None
     deployed: str = ""

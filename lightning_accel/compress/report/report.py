@@ -78,6 +78,7 @@ class Report:
     Attributes:
         prompt_length: for a decoder of text, the number of tokens of its prompts; its rows have memory and tokens per
             second of prompts and of next tokens.
+        conditions: what was measured and how, where another report of the run measures otherwise.
         quality: the metric that forms are drawn by, beside their latency at the last batch size that was measured, and
             whether higher values are better; None for no such picture.
 
@@ -93,6 +94,7 @@ class Report:
         self.rows: list[Row] = []
         self.layers: list[Layer] = []
         self.prompt_length: int | None = None
+        self.conditions = ""
         self.quality: tuple[str, bool] | None = None
 
     def add(self, row: Row) -> None:
@@ -214,6 +216,7 @@ def _caption(report: Report) -> str:
     """Describe device, method and precision of the measurements."""
     latencies = [latency for row in report.rows for latency in row.latencies.values()]
     text = f"on {_describe_device(report.device)}, {torch.get_num_threads()} threads"
+    text += f"; {report.conditions}" if report.conditions else ""
     if latencies and report.prompt_length is not None:
         text += "; tokens/s: of the median call, calls in a row; x: times faster than fp32 eager"
     elif latencies:

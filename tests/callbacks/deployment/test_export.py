@@ -8,11 +8,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel import Classifier, DigitsDataModule, MoEClassifier, TabularDataModule
-from lightning_accel.callbacks import Export
+from lightning_accel.callbacks import Export, Pruning, Quantization
 from lightning_accel.compress import ExportError, load_compressed
 from lightning_accel.models import Experts
 from tests.ranks import run_ranks
@@ -69,6 +70,28 @@ def test_trained_model_is_in_the_file_and_in_the_report(format, tmp_path):
     assert rows[1]["file_bytes"] == callback.exported.path.stat().st_size
     assert (rows[0]["parameters"], rows[0]["macs"]) == (63, 45)
     assert (tmp_path / "figures" / "export.png").exists()
+
+
+def test_report_has_the_model_before_channels_were_removed(tmp_path):
+    module, callback = Own(), Export(compare=False)
+    fit(module, [callback, Pruning(0.4, structure="channel", schedule="one_shot")], tmp_path)
+    content = json.loads((tmp_path / "figures" / "export.json").read_text())
+    assert [row["name"] for row in content["rows"]] == ["before training", "fp32 eager", "pt2 file"]
+    assert [row["parameters"] for row in content["rows"]] == [63, 39, None]
+    assert set(content["rows"][0]["latencies"]) == {"1", "8"}
+    assert "samples of a validation batch" in content["measured"]
+
+
+def test_export_of_a_checkpoint_says_that_it_does_not_quantize(tmp_path):
+    callback = Export(compare=False)
+    callback.exports_on = {TrainerFn.VALIDATING}
+    trainer = L.Trainer(
+        accelerator="cpu", logger=False, callbacks=[callback, Quantization("qat")], default_root_dir=tmp_path,
+        enable_checkpointing=False, enable_progress_bar=False, inference_mode=False,
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match="Export writes the float model: Quantization makes its form at"):
+        trainer.validate(Own(), DataLoader(ROWS, 8))
+    assert callback.exported is not None
 
 
 @pytest.mark.slow

@@ -579,3 +579,11 @@ def test_groups_of_4_bits_divide_the_inputs_of_a_layer(monkeypatch, uncompiled):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     with pytest.raises(CannotConvertError, match=r"int4 needs compute capability 8\.0; this GPU has 7\.5"):
         torchao_int4(module, [call], find_layers(module))
+
+
+def test_a_result_is_printed_without_what_it_runs():
+    result = quantized.Quantized(
+        "int8", run=print, onnx=bytes(10_000), file_bytes=10_000, picks={1: Form("int8", print)}
+    )
+    assert len(repr(result)) < 300
+    assert "name='int8'" in repr(result)
