@@ -118,7 +118,7 @@ class Classifier(L.LightningModule):
         self.log(f"{stage}/accuracy", accuracy, prog_bar=True)
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        """Return the most probable class of each sample, (B,) int64, and its probability, (B,)."""
+        """Return the most probable class of each sample, (B,) int64, its probability, (B,), and all of them, (B, C)."""
         x = batch if isinstance(batch, Tensor) else batch[0]
         return name_classes(self(x), None)
 

@@ -285,6 +285,7 @@ class TabularDataModule(InMemoryDataModule):
             f"{self.path}: target {shown(self.target)} of {self.num_classes} classes, {listed(self.class_names, 5)}; "
             + "".join(f"{kind}: {listed(names, 10)}; " for kind, names in kinds if names)
             + "{:,} rows train, {:,} validate, {:,} test".format(*num_rows)
+            + ("" if self.predict_path is None else f"; predict_path: {self.predict_path}")
         )
 
     def _warn_of_new_categories(self, features: pd.DataFrame, path: Path) -> None:
