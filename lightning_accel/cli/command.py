@@ -179,7 +179,7 @@ class AccelCLI(LightningCLI):
                 args=args,
             )
         except Exception:
-            if self.trainer.global_step == 0 if hasattr(self, "trainer") else True:
+            if self._created_folders and self.trainer.global_step == 0:
                 remove_without_run(self._created_folders)
             raise
         finally:

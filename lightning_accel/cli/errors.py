@@ -27,7 +27,7 @@ from lightning_accel.ops.options import options_of
 _TOP_LEVEL = {"config", "data", "lr_interval", "lr_scheduler", "model", "optimizer", "print_config", "seed_everything"}
 _SUBCOMMANDS = ("fit", "validate", "test", "predict")  # methods of every Trainer
 _OTHER_SUBCOMMANDS = ("tune", "plan", "doctor", "build-ops")
-_SUBCOMMANDS_ELSEWHERE = {"train": "fit", "eval": "validate", "evaluate": "validate", "infer": "predict"}
+_NAMES_ELSEWHERE = {"train": "fit", "eval": "validate", "evaluate": "validate", "infer": "predict"}
 _EXPORT_OPTIONS = {"compare", "format", "output", "preprocess", "probabilities"}
 _CLASSES_OF = {
     "data": L.LightningDataModule,
@@ -140,7 +140,7 @@ def explain(message: str) -> str:
         return _unknown_option(found[1])
     if found := re.search(r"invalid choice: '([^']+)' \(choose from (.+)\)", message):
         choices = [*re.findall(r"\w+", found[2]), *_OTHER_SUBCOMMANDS]
-        meant = _SUBCOMMANDS_ELSEWHERE.get(found[1])
+        meant = _NAMES_ELSEWHERE.get(found[1])
         hint = nearest(found[1], choices) if meant is None else f"; did you mean {meant!r}?"
         return f"no subcommand {found[1]!r}{hint}\nThere are: {', '.join(choices)}"
     if problem := _broken_module(message):
@@ -159,7 +159,7 @@ def explain(message: str) -> str:
         options = " ".join(f"--{name} ..." for name in missing)
         return (
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing for {classes[-1]}\n"
-            f"Add {options}, or init_args in a config; fit --{where}.help {classes[-1].rpartition('.')[2]} explains them"
+            f"Add {options}; lightning-accel fit --{where}.help {classes[-1].rpartition('.')[2]} lists all options"
         )
     if found := re.search(r"does not correspond to a subclass of (\S+)", message):
         return f"{where}: expected a {found[1]}, got {_given_value(message)}"

@@ -225,7 +225,7 @@ def remove_empty(folders: list[Path]) -> None:
 
 
 def remove_without_run(folders: list[Path]) -> None:
-    """Remove those of the ``folders`` of a run that failed before its first step, if no checkpoint or report is there."""
+    """Remove those of the ``folders`` of a run that failed before its first step, if nothing but logs is there."""
     for folder in reversed(folders):
         files = list(folder.iterdir()) if folder.name.startswith("version_") else []
         if all(file.is_file() and file.name.startswith(_FILES_WITHOUT_RUN) for file in files):

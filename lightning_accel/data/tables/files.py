@@ -149,7 +149,10 @@ def require_columns(table: pd.DataFrame, needed: Sequence[str], path: Path, targ
             continue
         found = lacking_column(name, columns, is_target=name in targets)
         if len(columns) == 1 and path.suffix.lower() != ".parquet":
-            found += ". There is one column only: set csv.separator to what stands between the fields"
+            found += (
+                ". There is one column only: separate the fields by commas, semicolons, tabs or |; TabularDataModule "
+                "takes any other as csv.separator"
+            )
         raise ValueError(f"{path} {found}")
 
 
