@@ -119,6 +119,13 @@ def test_runs_that_begin_together_take_folders_of_their_own(command, run_folder,
 
 
 def test_what_fails_before_it_begins_leaves_no_run(command, run_folder):
-    result = command("fit", *QUIET, "--model=MoEClassifier", "--model.num_features=63", "--data=DigitsDataModule")
+    result = command(
+        "fit",
+        *QUIET,
+        "--model=MoEClassifier",
+        "--model.num_features=63",
+        "--data=DigitsDataModule",
+        "--trainer.max_epochs=1",
+    )
     assert "num_features=63" in result.err
     assert not (run_folder / "lightning_logs").exists()
