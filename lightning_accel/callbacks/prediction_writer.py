@@ -31,7 +31,10 @@ class PredictionWriter(BasePredictionWriter):
     becomes a column, or M columns ``name_0`` ..., and ``row`` counts the samples of the data from 0. Samples from
     several processes are gathered, samples that a sampler repeated to give every process the same number are written
     once, and several data loaders give a column ``loader``; columns that only some of them have are blank for the
-    others. If the datamodule has ``predict_ids``, a list with a name for each sample, they become the column ``id``.
+    others. ``probabilities`` (B, C) have the names of the classes in place of numbers, ``probabilities_setosa``, if the
+    module has ``class_names``. If the datamodule has ``predict_ids``, a list with a name for each sample, they become
+    the column ``id``; ``predict_columns``, a DataFrame with a line for each sample, becomes the first columns, with
+    ``file_`` before a name that the predictions have, too.
 
     Texts are written unchanged: a spreadsheet that opens the file takes a class or id that begins with ``=``, ``+``,
     ``-`` or ``@`` for a formula; an escape would change names such as ``-1``. If the classes or ids come from untrusted
@@ -71,7 +74,7 @@ class PredictionWriter(BasePredictionWriter):
         dataloader_idx: int,
     ) -> None:
         if batch_idx == 0:  # find errors now, not hours later
-            _batch_table(prediction, batch_indices or None)
+            _batch_table(_name_probabilities(prediction, pl_module), batch_indices or None)
 
     def write_on_epoch_end(
         self,
@@ -87,7 +90,8 @@ class PredictionWriter(BasePredictionWriter):
         if not trainer.strategy.reduce_boolean_decision(any(map(len, loaders)), all=False):
             raise TypeError("PredictionWriter has nothing to write: no loader gave a batch. Give predict some rows")
         _warn_of_order(trainer, batch_indices)
-        tables = [_gather(make_table(batches, rows)) for batches, rows in zip(loaders, batch_indices, strict=True)]
+        named = [[_name_probabilities(batch, pl_module) for batch in batches] for batches in loaders]
+        tables = [_gather(make_table(batches, rows)) for batches, rows in zip(named, batch_indices, strict=True)]
 
         def write() -> None:
             if trainer.is_global_zero:
@@ -102,9 +106,30 @@ class PredictionWriter(BasePredictionWriter):
         names = getattr(trainer.datamodule, "predict_ids", None)  # type: ignore[attr-defined]  # set by a connector
         if names is not None and len(tables) == 1 and "id" not in table:
             table.insert(0, "id", [names[row] for row in table.index])
+        columns = getattr(trainer.datamodule, "predict_columns", None)  # type: ignore[attr-defined]
+        if columns is not None and len(tables) == 1:
+            added = columns.iloc[table.index].set_axis(table.index)
+            taken = {"row", *table.columns}
+            table = pd.concat([added.rename(columns=lambda name: _free_name(name, taken)), table], axis=1)
         path.parent.mkdir(parents=True, exist_ok=True)
         table.to_csv(path)
         rank_zero_info(f"wrote {len(table)} predictions to {path}")
+
+
+def _free_name(name: str, taken: set[str]) -> str:
+    while name in taken:
+        name = f"file_{name}"
+    return name
+
+
+def _name_probabilities(prediction: Any, module: L.LightningModule) -> Any:
+    """Spread ``probabilities`` (B, C) over entries that are named by the module's classes, if it has their names."""
+    names = getattr(module, "class_names", None)
+    values = prediction.get("probabilities") if isinstance(prediction, dict) else None
+    if not names or not isinstance(values, Tensor) or values.ndim != 2 or values.shape[1] != len(names):
+        return prediction
+    parts = {f"probabilities_{name}": column for name, column in zip(names, values.unbind(dim=1), strict=True)}
+    return {name: value for name, value in prediction.items() if name != "probabilities"} | parts
 
 
 def _warn_of_order(trainer: L.Trainer, rows: Sequence[Any]) -> None:

@@ -7,7 +7,9 @@ import re
 import sys
 import warnings
 from argparse import SUPPRESS, ArgumentError
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from inspect import signature
 from pathlib import Path
 from types import MethodType
 from typing import Any, Literal
@@ -64,6 +66,7 @@ from lightning_accel.cli.run_folder import (
     ConfigSaver,
     RunLocks,
     remove_empty,
+    remove_without_run,
     require_names,
     require_writable,
     reserve_run_folder,
@@ -81,11 +84,13 @@ class _Parser(LightningArgumentParser):
         super().__init__(*args, **{"formatter_class": HelpText, **kwargs})
         self._owner = ""
         self._new_names: dict[str, str] = {}
+        self._may_be_null: set[str] = set()
 
     def add_class_arguments(self, theclass: type, nested_key: str | None = None, **kwargs: Any) -> list[str]:
         if nested_key is None:
             self._owner, self._new_names = theclass.__name__, new_names_of(theclass)
             self._new_names |= {f"{old}+": f"{new}+" for old, new in self._new_names.items()}  # appends to a list
+            self._may_be_null = set(_nullable_options(theclass))
         return super().add_class_arguments(theclass, nested_key, **kwargs)
 
     def format_help(self, *args: Any) -> str:
@@ -103,12 +108,21 @@ class _Parser(LightningArgumentParser):
         return super().parse_args(renamed and _name_optimizers(renamed), *more, **kwargs)
 
     def _renamed(self, argument: str) -> str:
+        if argument.endswith("=None") and argument[2:-5] in self._may_be_null:
+            return f"{argument[:-4]}null"  # the parser reads null, and passes it on as Python writes it
         name = re.match(r"--(\w+)", argument)
         if name is None or name[1] not in self._new_names:
             return argument
         new = self._new_names[name[1]]
         warn_of_old_name(name[1], new, self._owner)
         return f"--{new}{argument[name.end() :]}"
+
+
+def _nullable_options(cls: type) -> Iterator[str]:
+    """Yield the options of a class, as ``layout.step_column``, that are fields of a dataclass and may be None."""
+    for name, parameter in signature(cls).parameters.items():
+        if is_dataclass(parameter.default):
+            yield from (f"{name}.{field.name}" for field in fields(parameter.default) if "None" in str(field.type))
 
 
 def _name_optimizers(words: list[str]) -> list[str]:
@@ -172,6 +186,10 @@ class AccelCLI(LightningCLI):
                 auto_configure_optimizers=False,
                 args=args,
             )
+        except Exception:
+            if self._created_folders and self.trainer.global_step == 0:
+                remove_without_run(self._created_folders)
+            raise
         finally:
             self._locks.release()
             remove_empty(self._created_folders)

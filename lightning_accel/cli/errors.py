@@ -27,6 +27,8 @@ from lightning_accel.ops.options import options_of
 
 _TOP_LEVEL = {"config", "data", "lr_interval", "lr_scheduler", "model", "optimizer", "print_config", "seed_everything"}
 _SUBCOMMANDS = ("fit", "validate", "test", "predict")  # methods of every Trainer
+_OTHER_SUBCOMMANDS = ("tune", "plan", "doctor", "build-ops")
+_NAMES_ELSEWHERE = {"train": "fit", "eval": "validate", "evaluate": "validate", "infer": "predict"}
 _EXPORT_OPTIONS = {"compare", "format", "output", "preprocess", "probabilities"}
 _CLASSES_OF = {
     "data": L.LightningDataModule,
@@ -143,8 +145,10 @@ def explain(message: str) -> str:
     if found := re.search(r"does not accept (?:option|nested key) '([^']+)'", message):
         return _unknown_option(found[1])
     if found := re.search(r"invalid choice: '([^']+)' \(choose from (.+)\)", message):
-        choices = re.findall(r"\w+", found[2])
-        return f"no subcommand {found[1]!r}{nearest(found[1], choices)}\nThere are: {', '.join(choices)}"
+        choices = [*re.findall(r"\w+", found[2]), *_OTHER_SUBCOMMANDS]
+        meant = _NAMES_ELSEWHERE.get(found[1])
+        hint = nearest(found[1], choices) if meant is None else f"; did you mean {meant!r}?"
+        return f"no subcommand {found[1]!r}{hint}\nThere are: {', '.join(choices)}"
     if problem:
         return f"{where}: {problem}"
     if refused := _rejected_parameter(message):
@@ -158,7 +162,11 @@ def explain(message: str) -> str:
         return f"{where}: module {found[1]} has no {found[2]!r}{nearest(found[2], dir(sys.modules.get(found[1])))}"
     if classes and (found := re.search(r"arguments are required: (.+)", message)):
         missing = [f"{where}.{name.strip()}" for name in found[1].split(",")]
-        return f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing for {classes[-1]}"
+        options = " ".join(f"--{name} ..." for name in missing)
+        return (
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing for {classes[-1]}\n"
+            f"Add {options}; lightning-accel fit --{where}.help {classes[-1].rpartition('.')[2]} lists all options"
+        )
     if found := re.search(r"does not correspond to a subclass of (\S+)", message):
         return f"{where}: expected a {found[1]}, got {_given_value(message)}"
     looked_up = re.search(r"Expected a dot import path string: (\S+)", message)

@@ -114,6 +114,7 @@ def _lock(file: IO[str]) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # lockf would unlock when this process reads the file
 
 
+_FILES_WITHOUT_RUN = "config_", "events.out.tfevents.", "hparams.yaml"
 _LONGEST_NAME = 200  # bytes; file systems allow 255, and suffixes are added
 
 
@@ -221,6 +222,16 @@ def remove_empty(folders: list[Path]) -> None:
     for path in reversed(folders):
         with contextlib.suppress(OSError):  # not empty
             path.rmdir()
+
+
+def remove_without_run(folders: list[Path]) -> None:
+    """Remove those of the ``folders`` of a run that failed before its first step, if nothing but logs is there."""
+    for folder in reversed(folders):
+        files = list(folder.iterdir()) if folder.name.startswith("version_") else []
+        if all(file.is_file() and file.name.startswith(_FILES_WITHOUT_RUN) for file in files):
+            for file in files:
+                file.unlink()
+    remove_empty(folders)
 
 
 def require_names(trainer: L.Trainer) -> None:

@@ -46,6 +46,20 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {shown(near[0])}?" if near else "."
 
 
+def lacking_column(name: str, columns: Sequence[str], is_target: bool = False) -> str:
+    """Return what a message about a file says of a column that it lacks.
+
+    >>> lacking_column("x,y", ["x", "y", "z"])
+    "has no column 'x,y'; write several names as a list, '[x, y]'. Its columns: x, y, z"
+    """
+    hint = did_you_mean(name, columns)
+    remedy = WITHOUT_TARGET if is_target and hint == "." else ""
+    parts = [part.strip() for part in name.split(",")]
+    if len(parts) > 1 and any(part in columns for part in parts):
+        hint = f"; write several names as a list, '[{', '.join(parts)}]'."
+    return f"has no column {shown(name)}{hint} Its columns: {listed(columns)}{remedy}"
+
+
 def cut(name: object, most: int = 60) -> str:
     """Return ``str(name)``, for a text, number or error, in at most ``most`` characters."""
     text = str(name)

@@ -13,6 +13,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_accel.models.hooks import hint_at_removed_channels, name_classes
 from lightning_accel.nn.features import require_floating, require_rows, require_width
+from lightning_accel.ops.names import list_of_sizes
 from lightning_accel.ops.renames import renamed_arguments
 
 
@@ -53,8 +54,8 @@ class Classifier(L.LightningModule):
         sizes = {
             "num_features": [num_features],
             "num_classes": [num_classes],
-            "channels": channels,
-            "hidden_dims": hidden_dims,
+            "channels": list_of_sizes("channels", channels),
+            "hidden_dims": list_of_sizes("hidden_dims", hidden_dims),
         }
         for name, values in sizes.items():
             if any(value < 1 for value in values):
@@ -118,7 +119,7 @@ class Classifier(L.LightningModule):
         self.log(f"{stage}/accuracy", accuracy, prog_bar=True)
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        """Return the most probable class of each sample, (B,) int64, and its probability, (B,)."""
+        """Return the most probable class of each sample, (B,) int64, its probability, (B,), and all of them, (B, C)."""
         x = batch if isinstance(batch, Tensor) else batch[0]
         return name_classes(self(x), None)
 

@@ -51,6 +51,7 @@ from lightning_accel.nn.boltzmann.stack import UNKNOWN, RBMStack
 from lightning_accel.nn.boltzmann.units import GaussianVisible
 from lightning_accel.nn.boltzmann.wake_sleep import UpDown
 from lightning_accel.ops.gibbs import draw_bernoulli
+from lightning_accel.ops.names import list_of_sizes
 from lightning_accel.ops.options import read_options
 from lightning_accel.ops.renames import renamed_arguments
 from lightning_accel.strategies import DataParallelStrategy
@@ -154,7 +155,7 @@ class DeepBeliefNetwork(EvaluatedNetwork):
         # NumPy numbers or a Stage would make the checkpoint unsafe to load
         num_visible = None if num_visible is None else index(num_visible)
         num_classes = None if num_classes is None else index(num_classes)
-        hidden_dims = [index(size) for size in hidden_dims]
+        hidden_dims = list_of_sizes("hidden_dims", hidden_dims)
         minibatch_size = None if minibatch_size is None else index(minibatch_size)
         class_names = None if class_names is None else list_of_str(class_names)
         fine_tuning = read_options(FineTuning, fine_tuning)

@@ -196,9 +196,10 @@ class EvaluatedNetwork(SizedModel):
         return min(self._stage + 1, len(self.hidden_dims)) if self.trainer.state.fn == "fit" else len(self.hidden_dims)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        """Return the most probable class of each sample, (B,), and its probability; without classes, the top features.
+        """Return the most probable class of each sample, (B,), and probabilities; without classes, the top features.
 
-        ``class`` is a list of names if the model knows them, else an int64 tensor; ``feature`` is (B, H).
+        ``class`` is a list of names if the model knows them, else an int64 tensor; ``probability``, (B,), is that of
+        this class, ``probabilities`` are (B, C), and ``feature`` is (B, H).
         """
         x = first_of(batch)
         if not self._needs_classes:

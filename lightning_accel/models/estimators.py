@@ -27,6 +27,7 @@ from lightning_accel.models.dbn_fine_tuning import FineTuning
 from lightning_accel.models.dbn_stages import Stage
 from lightning_accel.nn.boltzmann.rbm import RBM
 from lightning_accel.nn.boltzmann.stack import UNKNOWN, RBMStack
+from lightning_accel.ops.names import list_of_sizes
 
 _MINIBATCHES = 500  # updates per training_step: one step of Lightning's loop costs as much as several updates
 _LEAST_UPDATES = 100  # of a classifier in a pass over the data, which small data are gone through several times for
@@ -337,7 +338,7 @@ class DBNClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
                 + ("" if known.all() else f", and {(~known).sum()} rows of unknown class: give that of more rows")
             )
         self._scaler = _RowScaler(rows, self.visible)
-        sizes = list(self.hidden_layer_sizes)
+        sizes = list_of_sizes("hidden_layer_sizes", self.hidden_layer_sizes)
         kinds = [self._scaler.visible, *["bernoulli"] * (len(sizes) - 1)]
         make_network = partial(
             DeepBeliefNetwork,

@@ -148,11 +148,13 @@ def list_of_str(names: Sequence[object]) -> list[str]:
 
 
 def name_classes(scores: Tensor, names: Sequence[str] | None) -> dict[str, Any]:
-    """Return the most probable class of ``scores`` (B, C), by name if there are ``names``, and its probability."""
-    probability, label = scores.softmax(dim=-1).max(dim=-1)
+    """Return the most probable class of ``scores`` (B, C), by name if there are ``names``, and the probabilities."""
+    probabilities = scores.softmax(dim=-1)
+    probability, label = probabilities.max(dim=-1)
     return {
         "class": label if names is None else [names[i] for i in label.tolist()],
         "probability": probability,
+        "probabilities": probabilities,
     }
 
 

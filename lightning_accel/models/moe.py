@@ -227,7 +227,7 @@ class MoEClassifier(SizedModel):
         self._evaluate(batch, "test", self.test_loss, self.test_accuracy)
 
     def predict_step(self, batch: Batch | tuple[Tensor] | Tensor, batch_idx: int) -> dict[str, Any]:
-        """Return the most probable class of each sample, (B,), and its probability, (B,) in [0, 1].
+        """Return the most probable class of each sample, (B,), its probability, (B,), and ``probabilities``, (B, C).
 
         ``class`` is a list of names if the model knows them, else an int64 tensor.
         """

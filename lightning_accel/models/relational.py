@@ -472,8 +472,9 @@ class RelationalGNN(SupervisedModel):
     def predict_step(self, batch: Data, batch_idx: int) -> dict[str, Any]:
         """Return the predictions for each graph or node.
 
-        - ``classification``: ``class``, (B,) int64, or a list of names if the model knows them, ``probability``,
-          (B,), and ``score`` and its ``standard_error``, (B,), of that class before the softmax.
+        - ``classification``: ``class``, (B,) int64, or a list of names if the model knows them, its ``probability``,
+          (B,), ``probabilities`` of all, (B, C), and ``score`` and its ``standard_error``, (B,), of that class before
+          the softmax.
         - ``multilabel``: ``probability`` that a label is 1, and its ``score`` before the sigmoid with its
           ``standard_error``, (B, K) each.
         - ``regression``: ``value`` and its ``standard_error``, (B,), or (B, K) for several.

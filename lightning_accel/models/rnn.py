@@ -411,8 +411,8 @@ class SequenceModel(SupervisedModel):
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """Return the predictions for each sample, by kind of target.
 
-        - ``classification``: ``class``, (B,) int64, or a list of names if the model knows them, and ``probability``,
-          (B,).
+        - ``classification``: ``class``, (B,) int64, or a list of names if the model knows them, its ``probability``,
+          (B,), and ``probabilities`` of all, (B, C).
         - ``regression``: ``value``, (B,), or (B, K) for several.
         - ``labelling``: ``labels``, a list with a list of classes, or their names, for each sample.
         - ``forecasting``: the ``horizon`` steps that follow: ``token``, (B, horizon) int64, or ``value``, (B, horizon);

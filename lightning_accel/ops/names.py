@@ -1,7 +1,8 @@
-"""Arguments that are one name or several, and the meaning of ``exclude``."""
+"""Arguments that are one name or several, or several sizes, and the meaning of ``exclude``."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
+from operator import index
 from typing import TypeAlias, TypeVar
 
 from torch import nn
@@ -21,6 +22,17 @@ def list_of_names(names: Iterable[Name]) -> list[Name]:
     if isinstance(names, str | type):
         return [names]  # type: ignore[list-item]  # a string is an iterable of strings, too
     return list(names)
+
+
+def list_of_sizes(name: str, sizes: Sequence[int]) -> list[int]:
+    """Return the sizes of the argument ``name`` as Python's integers.
+
+    Raises:
+        ValueError: if they are one number.
+    """
+    if not isinstance(sizes, Iterable):
+        raise ValueError(f"{name} must be a sequence with the size of each layer, such as [{sizes!r}]; got {sizes!r}")
+    return [index(size) for size in sizes]
 
 
 def require_one_of(name: str, value: object, allowed: Iterable[str]) -> None:

@@ -45,6 +45,26 @@ def test_dicts_become_columns_in_the_order_of_the_rows(tmp_path):
     assert table["score_1"].tolist() == [-i / 2 for i in range(7)]
 
 
+class TwoColumns(L.LightningDataModule):
+    predict_columns = pd.DataFrame({"key": ["a", "b", "c", "d"], "class": ["x", "y", None, "x"]}, index=[7, 3, 5, 1])
+
+    def predict_dataloader(self):
+        return loader(4)
+
+
+def test_columns_of_the_file_and_probabilities_of_all_classes(tmp_path):
+    off = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = L.Trainer(accelerator="cpu", default_root_dir=tmp_path, callbacks=[PredictionWriter()], **off)
+    module = Stranger(lambda x: {"class": ["y"] * len(x), "probabilities": torch.stack([x / 8, 1 - x / 8], dim=1)})
+    module.class_names = ["x", "y"]
+    trainer.predict(module, datamodule=TwoColumns())
+    table = pd.read_csv(tmp_path / "predictions.csv")
+    assert list(table) == ["row", "key", "file_class", "class", "probabilities_x", "probabilities_y"]
+    assert table["key"].tolist() == ["a", "b", "c", "d"]
+    assert table["file_class"].fillna("").tolist() == ["x", "y", "", "x"]
+    assert table["probabilities_x"].tolist() == [0, 1 / 8, 1 / 4, 3 / 8]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.bool, torch.int32])
 def test_plain_tensors_of_any_dtype(tmp_path, dtype):
     table = predict(lambda x: x.to(dtype), loader(), tmp_path)

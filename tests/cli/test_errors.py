@@ -43,6 +43,10 @@ WRONG = [
     ),
     ([*OURS, "--config=runs/q3.yaml"], r"no config file runs/q3.yaml\n?$"),
     (["fot"], r"no subcommand 'fot'; did you mean 'fit'\?"),
+    (
+        ["train"],
+        r"no subcommand 'train'; did you mean 'fit'\?\nThere are: fit, .*, tune, plan, doctor, build-ops",
+    ),
     (["--trainer.max_epochs=3"], r"'trainer.max_epochs' comes after the subcommand"),
     ([*OURS, "--trainer.max_epoch=3"], r"no option 'trainer.max_epoch'; did you mean 'trainer.max_epochs'\?"),
     ([*OURS, "--model.num_expert=3"], r"no option 'num_expert'; did you mean 'experts.num_experts'\?\nIt has: num_"),
@@ -74,7 +78,10 @@ WRONG = [
     ([*OURS, "--model.experts.k=9"], r"k must lie in \[1, num_experts\]; got k=9, num_experts=8\n\(ValueError"),
     ([*OURS, "--trainer.strategy=dpp"], r"no strategy 'dpp'; did you mean 'ddp'"),
     (["fit", *OFF], r"fit needs a model: --model MoEClassifier, --model my_file.MyModule"),
-    (["fit", *OFF, "--model=own_module.OwnModule"], r"model.width is missing for own_module.OwnModule"),
+    (
+        ["fit", *OFF, "--model=own_module.OwnModule"],
+        r"model.width is missing for own_module.OwnModule\nAdd --model.width \.\.\.; .*help OwnModule",
+    ),
     ([*OURS, "--lr_interval=step"], r"--lr_interval step has no effect without --lr_scheduler"),
     ([*OURS, "--data.batch_size=0"], r"batch_size must be at least 1; got 0"),
     ([*OURS, "--config"], r"argument -c/--config: expected one argument"),

@@ -116,3 +116,16 @@ def test_runs_that_begin_together_take_folders_of_their_own(command, run_folder,
     assert command(*FIT, *logger, "--trainer.max_epochs=1").status == 0
     assert not list((run_folder / "x/version_0").iterdir())
     assert (run_folder / "x/version_2/metrics.csv").is_file()
+
+
+def test_what_fails_before_it_begins_leaves_no_run(command, run_folder):
+    result = command(
+        "fit",
+        *QUIET,
+        "--model=MoEClassifier",
+        "--model.num_features=63",
+        "--data=DigitsDataModule",
+        "--trainer.max_epochs=1",
+    )
+    assert "num_features=63" in result.err
+    assert not (run_folder / "lightning_logs").exists()

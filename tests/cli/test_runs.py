@@ -482,6 +482,17 @@ def test_saved_config_with_old_flat_options_of_sequences(command, run_folder):
     assert layout("--data.values=[x]") == layout("--data.layout.values=[x]") == expected | {"values": ["x"]}
 
 
+def test_null_turns_an_option_of_a_dataclass_off(command):
+    """The parser passed it on as None, which was read as a text."""
+    data = ["--data=SequenceDataModule", "--data.layout.step_column=null", "--data.layout.target", "None"]
+    result = command("fit", "--model=MoEClassifier", "--model.experts.z_weight", "null", *data, "--print_config")
+    assert result.status == 0, result.err
+    shown = yaml.safe_load(result.out)
+    assert shown["data"]["init_args"]["layout"]["step_column"] is None
+    assert shown["data"]["init_args"]["layout"]["target"] == "None"
+    assert shown["model"]["init_args"]["experts"]["z_weight"] is None
+
+
 @pytest.mark.usefixtures("own")
 def test_old_names_of_options_of_a_dataclass_work_in_configs_and_options(command):
     old = {"class_path": "own_module.Grouped", "init_args": {"factors": [1.0, 2.0], "size": 4, "bias": False}}

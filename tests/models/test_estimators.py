@@ -226,6 +226,7 @@ def test_classes_and_layers():
         (lambda x: DBNClassifier(unlabeled=-1).fit(x, np.full(20, -1)), r"0 class, \[\], and 20 rows of unknown"),
         (lambda x: DBNClassifier(unlabeled=-1).fit(x, np.array(["a", "b"] * 10)), "unlabeled=-1 is compared .*'a'"),
         (lambda x: DBNClassifier(unlabeled="?").fit(x, np.arange(20) % 2), r"unlabeled='\?' is compared"),
+        (lambda x: DBNClassifier(64).fit(x, np.arange(20) % 2), r"hidden_layer_sizes must be .* \[64\]; got 64"),
         (lambda x: DBNClassifier(()).fit(x, np.arange(20) % 2), "hidden_dims must name the hidden units of at least"),
         (lambda x: DBNClassifier(finetune_learning_rate="x").fit(x, np.arange(20) % 2), "finetune_learning_rate must"),
     ],

@@ -208,6 +208,7 @@ class TestPrediction:
         scores = model(batch.x, batch.lengths).scores.softmax(-1)
         assert answer["class"] == ["abc"[i] for i in scores.argmax(1).tolist()]
         torch.testing.assert_close(answer["probability"], scores.amax(1))
+        torch.testing.assert_close(answer["probabilities"], scores)
 
     def test_labels_of_steps_end_with_the_row(self):
         model, batch = make("labelling"), make_batch("labelling")

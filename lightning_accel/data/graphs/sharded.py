@@ -32,7 +32,7 @@ from lightning_accel.data.tables.columns import (
     require_classes,
     texts_of_column,
 )
-from lightning_accel.data.tables.files import LARGEST
+from lightning_accel.data.tables.files import LARGEST, SET_REGRESSION
 from lightning_accel.data.whole_files import kept_json
 from lightning_accel.ops.extras import import_on_use
 
@@ -337,7 +337,7 @@ def _collect(blocks: Blocks, train: np.ndarray, layout: GraphLayout) -> GraphSta
         statistics.target_mean, statistics.target_std = target.mean.tolist(), target.std.tolist()
         return statistics
     where = f"the target {shown(layout.columns[0])} of {blocks.files.root}"
-    statistics.classes = require_classes(*classes, where)
+    statistics.classes = require_classes(*classes, where, SET_REGRESSION)
     return statistics
 
 

@@ -25,7 +25,14 @@ from lightning_accel.data.graphs.tasks import (
     substructure_set,
 )
 from lightning_accel.data.sequences.batch import IGNORED
-from lightning_accel.data.tables.files import as_numbers, read_classes, read_known_classes, split_in_three, split_rows
+from lightning_accel.data.tables.files import (
+    SET_REGRESSION,
+    as_numbers,
+    read_classes,
+    read_known_classes,
+    split_in_three,
+    split_rows,
+)
 from lightning_accel.ops.extras import import_on_use
 
 if TYPE_CHECKING:
@@ -197,9 +204,7 @@ def _encode(
                 "layout.target_kind to regression, or name one in layout.target"
             )
         read = read_known_classes if gaps else read_classes
-        numbers, classes = read(
-            table[0].rename(name), path, "for a target that is a quantity, set layout.target_kind to regression"
-        )
+        numbers, classes = read(table[0].rename(name), path, SET_REGRESSION)
         return torch.from_numpy(numbers), classes
     titles = [*names, *[name] * table.shape[1]]
     columns = [as_numbers(table[i].rename(titles[i]), path, "Mend the value") for i in range(table.shape[1])]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from lightning_accel.data.bounds import allowed_bytes, require_allowed
-from lightning_accel.data.quoting import cut, listed, shown
+from lightning_accel.data.quoting import cut, lacking_column, listed, shown
 from lightning_accel.data.shards.options import ShardOptions
 from lightning_accel.data.tables.files import LARGEST, as_numbers, as_text, read_table, require_columns, require_present
 from lightning_accel.data.text.lines import lines_of, numbers_of, parse_object, require_distinct_ids, require_field
@@ -195,7 +195,12 @@ def _read_long_table(path: Path, layout: SequenceLayout, with_target: bool) -> F
     as_written = [layout.id_column, *([] if layout.target_kind == "regression" else targets)]
     table = read_table(path, text_columns=as_written)
     steps = [] if layout.step_column is None else [layout.step_column]
-    require_columns(table, [layout.id_column, *steps, *targets, *layout.values], path, targets)
+    for option, name in (("id_column", layout.id_column), *(("step_column", name) for name in steps)):
+        if name not in table:
+            found = lacking_column(name, [*table])
+            null = ", or set it to null for the order of the file" if option == "step_column" else ""
+            raise ValueError(f"{path} {found}. Name the column in layout.{option}{null}")
+    require_columns(table, [*targets, *layout.values], path, targets)
     others = [layout.id_column, *steps, layout.target]
     names = list(layout.values) or [name for name in table.columns if name not in others]
     if not names:

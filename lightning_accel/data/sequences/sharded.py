@@ -28,7 +28,7 @@ from lightning_accel.data.tables.columns import (
     require_classes,
     texts_of_column,
 )
-from lightning_accel.data.tables.files import LARGEST
+from lightning_accel.data.tables.files import LARGEST, SET_REGRESSION
 from lightning_accel.data.whole_files import kept_json
 from lightning_accel.ops.extras import import_on_use
 
@@ -208,7 +208,8 @@ def _collect(blocks: Blocks, train: np.ndarray, column: str, layout: SequenceLay
                 target.add(found.target)
     statistics = SequenceStatistics(column)
     if layout.target_kind in ("classification", "labelling"):
-        statistics.classes = require_classes(*classes, f"the column {shown(layout.target)} of {blocks.files.root}")
+        where = f"the column {shown(layout.target)} of {blocks.files.root}"
+        statistics.classes = require_classes(*classes, where, SET_REGRESSION)
     if layout.target_kind == "regression":
         statistics.target_mean, statistics.target_std = target.mean.tolist(), target.std.tolist()
     if steps.count:

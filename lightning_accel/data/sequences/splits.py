@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_accel.data.digest import digest_of
 from lightning_accel.data.sequences.dataset import SequenceDataset
 from lightning_accel.data.sequences.files import FileSequences, SequenceLayout, TargetKind, read_sequences
-from lightning_accel.data.tables.files import read_classes, read_known_classes, split_in_three
+from lightning_accel.data.tables.files import SET_REGRESSION, read_classes, read_known_classes, split_in_three
 from lightning_accel.ops.extras import import_on_use
 
 datasets = import_on_use("sklearn.datasets")
@@ -220,8 +220,7 @@ def _encode_target(
             target = torch.from_numpy(read.target.astype(np.float32))
             return target.squeeze(1) if target.shape[1] == 1 else target, None, None
         case "classification":
-            advice = "for a target that is a quantity, set layout.target_kind to regression"
-            numbers, classes = read_classes(read.target, path, advice)
+            numbers, classes = read_classes(read.target, path, SET_REGRESSION)
             return torch.from_numpy(numbers), None, classes
         case "labelling":
             advice = "for quantities of each step there is no target_kind"

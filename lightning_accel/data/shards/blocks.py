@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lightning_accel.data.digest import digest_of
-from lightning_accel.data.quoting import WITHOUT_TARGET, did_you_mean, listed, shown
+from lightning_accel.data.quoting import lacking_column, listed, shown
 from lightning_accel.data.shards.files import ShardFiles, find_files
 from lightning_accel.data.shards.formats import join_schemas, list_blocks, place_name, read_block
 from lightning_accel.data.shards.options import CACHE
@@ -86,10 +86,8 @@ class Blocks:
         """Raise a ValueError if a column is lacking, which names ``predict_path`` if it is one of the ``targets``."""
         for name in names:
             if name not in self.schema.names:
-                raise ValueError(
-                    f"{self.files.shown_path(0)} has no column {shown(name)}{did_you_mean(name, self.schema.names)} "
-                    f"Its columns: {listed(self.schema.names)}{WITHOUT_TARGET if name in targets else ''}"
-                )
+                found = lacking_column(name, self.schema.names, is_target=name in targets)
+                raise ValueError(f"{self.files.shown_path(0)} {found}")
 
     def digest(self) -> str:
         """Digest the names of the files, and where their blocks are; not what these hold, which no run reads twice."""

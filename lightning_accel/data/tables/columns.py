@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lightning_accel.data.quoting import listed, shown
-from lightning_accel.data.tables.files import LARGEST, numbers_first
+from lightning_accel.data.tables.files import LARGEST, numbers_first, require_no_quantity
 from lightning_accel.ops.extras import import_on_use
 
 if TYPE_CHECKING:
@@ -82,13 +82,15 @@ def quantities_of_column(column: pa.ChunkedArray, name: str, where: str) -> np.n
     return numbers
 
 
-def require_classes(others: set[str], train: set[str], where: str) -> list[str]:
-    """Return the names of the classes that ``train``, sorted.
+def require_classes(others: set[str], train: set[str], where: str, quantity: str) -> list[str]:
+    """Return the names of the classes that ``train``, sorted; ``quantity`` ends a message about numbers.
 
     Raises:
-        ValueError: if there is one only, or others are in rows that do not train.
+        ValueError: if there is one only, others are in rows that do not train, or they are quantities.
     """
-    if unknown := sorted(others - train):
+    unknown = sorted(others - train)
+    require_no_quantity(sorted(train, key=numbers_first), bool(unknown), where, quantity)
+    if unknown:
         raise ValueError(
             f"{where} holds {listed(unknown, 3)} in rows that validate or test alone; each class must be in rows that "
             "train. Shuffle the rows over the files, or put other files in folders train, val and test"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -17,7 +18,7 @@ from lightning_accel.data.bounds import require_at_least, require_shares
 from lightning_accel.data.digest import DIGEST, digest_of, require_same_data
 from lightning_accel.data.in_memory import BatchTensorDataset, InMemoryDataModule
 from lightning_accel.data.preprocessing import RawColumns
-from lightning_accel.data.quoting import shown
+from lightning_accel.data.quoting import cut, listed, shown
 from lightning_accel.data.shards.files import is_sharded
 from lightning_accel.data.shards.loader import datamodule_loader
 from lightning_accel.data.shards.options import ShardOptions
@@ -35,7 +36,7 @@ from lightning_accel.data.tables.files import (
     require_present,
     split_in_three,
 )
-from lightning_accel.data.tables.sharded import ShardedTable
+from lightning_accel.data.tables.sharded import ShardedTable, new_category_message
 from lightning_accel.ops.extras import import_on_use
 from lightning_accel.ops.names import list_of_names
 from lightning_accel.ops.options import read_options
@@ -103,7 +104,9 @@ class TabularDataModule(InMemoryDataModule):
     processes.
 
     After ``setup``: ``num_features``, ``num_classes``, ``class_names`` (sorted) and ``feature_names``, such as
-    ``length``, ``colour=red`` and ``missingindicator_length``.
+    ``length``, ``colour=red`` and ``missingindicator_length``; for a file also ``predict_columns``, a DataFrame of what
+    :class:`lightning_accel.PredictionWriter` adds to predictions: the target and the columns of ``exclude``, where the
+    file has them, after ``file_row``, the row of ``path``, where the test rows are predicted.
 
     A checkpoint stores a description of the fitted data; loading it with another file, split or order of columns is an
     error, since the model would read features it was not trained on, or be tested on rows it was trained on.
@@ -148,6 +151,7 @@ class TabularDataModule(InMemoryDataModule):
     num_classes: int
     class_names: list[str]
     feature_names: list[str]
+    predict_columns: pd.DataFrame
 
     @renamed_arguments(
         split_seed="seed",
@@ -211,10 +215,12 @@ class TabularDataModule(InMemoryDataModule):
             self.feature_names, self.class_names = found.feature_names, found.class_names
             self.num_features, self.num_classes = len(self.feature_names), len(self.class_names)
             self._table = found
+            self._report_columns([int(found.splits[split].rows.sum()) for split in ("train", "val", "test")])
             return
         assert isinstance(self.path, Path)
-        table = self._read(self.path, [self.target, *self.categorical])
-        require_columns(table, [self.target, *self.categorical, *self.exclude], self.path, [self.target])
+        kept = [self.target, *self.exclude]
+        table = self._read(self.path, [*kept, *self.categorical])
+        require_columns(table, [*kept, *self.categorical], self.path, [self.target])
         if self.csv.unlabeled:
             labels, self.class_names = read_known_classes(table[self.target], self.path, A_QUANTITY)
         else:
@@ -253,14 +259,43 @@ class TabularDataModule(InMemoryDataModule):
         self.train_rows, self.val_rows, self.test_rows = (
             BatchTensorDataset(rows[chosen], targets[chosen]) for chosen in (train, val, test)
         )
+        self._warn_of_new_categories(features.iloc[np.concatenate([val, test])], self.path)
         self.predict_rows = BatchTensorDataset(self.test_rows.tensors[0])
+        self.predict_columns = table.loc[test, kept].assign(file_row=test)[["file_row", *kept]]
         if self.predict_path is not None:
             assert isinstance(self.predict_path, Path)
-            table = self._read(self.predict_path, [name for name, number in is_number.items() if not number])
+            table = self._read(self.predict_path, [*kept, *(name for name, number in is_number.items() if not number)])
             require_columns(table, self._feature_columns, self.predict_path)
             features, _ = self._read_features(table, self.predict_path, is_number)
+            self._warn_of_new_categories(features, self.predict_path)
             self.predict_rows = BatchTensorDataset(_to_tensor(encoder.transform(features)))
+            self.predict_columns = table[[name for name in kept if name in table]]
         self.num_classes = len(self.class_names)
+        self._report_columns([len(rows) for rows in (self.train_rows, self.val_rows, self.test_rows)])
+
+    def _report_columns(self, num_rows: Sequence[int]) -> None:
+        """Tell how the columns are read, in a run."""
+        if self.trainer is None:
+            return
+        columns = self.preprocessing().columns
+        numbers = [column["name"] for column in columns if column["categories"] is None]
+        texts = [f"{cut(c['name'])} ({len(c['categories'])})" for c in columns if c["categories"] is not None]
+        kinds = [("numbers", numbers), ("categories", texts), ("left out", self.exclude)]
+        rank_zero_info(
+            f"{self.path}: target {shown(self.target)} of {self.num_classes} classes, {listed(self.class_names, 5)}; "
+            + "".join(f"{kind}: {listed(names, 10)}; " for kind, names in kinds if names)
+            + "{:,} rows train, {:,} validate, {:,} test".format(*num_rows)
+            + ("" if self.predict_path is None else f"; predict_path: {self.predict_path}")
+        )
+
+    def _warn_of_new_categories(self, features: pd.DataFrame, path: Path) -> None:
+        for column in RawColumns.of_encoder(self._encoder).columns:
+            if column["categories"] is None:
+                continue
+            values = features[column["name"]]
+            new = values[~values.isin(column["categories"])]
+            if len(new):
+                rank_zero_warn(new_category_message(column["name"], str(path), new.unique().tolist()))
 
     def train_dataloader(self) -> DataLoader[Any]:
         return self._loader("train") if self.is_sharded else super().train_dataloader()

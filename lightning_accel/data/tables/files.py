@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lightning_accel.data.bounds import allowed_bytes, require_allowed, require_unpackable
-from lightning_accel.data.quoting import WITHOUT_TARGET, cut, did_you_mean, listed, shown
+from lightning_accel.data.quoting import cut, lacking_column, listed, shown
 from lightning_accel.ops.extras import import_on_use
 
 if TYPE_CHECKING:
@@ -26,7 +26,14 @@ model_selection = import_on_use("sklearn.model_selection")
 LARGEST = 1e30  # the standardization squares it
 _PARQUET_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}  # bytes
 _UNPACKED_PARQUET = "write it without compression and dictionaries"
-A_QUANTITY = "a target that is a quantity is not supported"  # ends the message of too many classes
+A_QUANTITY = (  # ends the message of too many classes
+    "TabularDataModule is for classes, not for quantities. Name a column of classes as target, divide the quantity "
+    "into classes, as pandas.cut does, or predict it with SequenceDataModule, each row a sequence of one step: "
+    "--data.layout '{target_kind: regression, target: COLUMN, step_column: null}'"
+)
+SET_REGRESSION = "for a target that is a quantity, set layout.target_kind to regression"
+_MOST_NUMBERS = 20  # different numbers that may be classes whatever they are
+_OTHER_SEPARATORS = ";\t|"
 
 
 def read_table(
@@ -37,6 +44,8 @@ def read_table(
     text_columns: Sequence[str] = (),
 ) -> pd.DataFrame:
     """Read a CSV file, gzipped or not, or a Parquet file; ``text_columns`` of a CSV file are not converted to numbers.
+
+    Where the header has no comma, the fields may also be separated by semicolons, tabs or ``|``.
 
     Raises:
         ValueError: if it is neither, cannot be read, has no rows, has two columns of one name, or is too large
@@ -53,7 +62,8 @@ def read_table(
         else:
             if name.endswith(".gz"):
                 require_unpackable(path)
-            _require_distinct_names(pd.read_csv(path, sep=separator, header=None, nrows=1, dtype=str), path)
+            separator, header = _read_header(path, separator)
+            _require_distinct_names(header, path)
             with warnings.catch_warnings():
                 # If rows are longer than the header, pandas would use their first fields as index, or drop the last
                 warnings.simplefilter("error", pd.errors.ParserWarning)
@@ -80,6 +90,15 @@ def read_table(
     if table.empty:
         raise ValueError(f"{path} has a header but no rows")
     return table.rename(columns=str)
+
+
+def _read_header(path: Path, separator: str) -> tuple[str, pd.DataFrame]:
+    """Return the separator, another one where a comma leaves one column alone, and the header."""
+    for tried in separator + (_OTHER_SEPARATORS if separator == "," else ""):
+        header = pd.read_csv(path, sep=tried, header=None, nrows=1, dtype=str)
+        if header.shape[1] > 1:
+            return tried, header
+    return separator, pd.read_csv(path, sep=separator, header=None, nrows=1, dtype=str)
 
 
 def _numbers_among(texts: Sequence[str]) -> list[float]:
@@ -128,11 +147,13 @@ def require_columns(table: pd.DataFrame, needed: Sequence[str], path: Path, targ
     for name in needed:
         if name in columns:
             continue
-        hint = did_you_mean(name, columns)
+        found = lacking_column(name, columns, is_target=name in targets)
         if len(columns) == 1 and path.suffix.lower() != ".parquet":
-            hint += " There is one column only: set separator to what stands between the fields."
-        remedy = WITHOUT_TARGET if name in targets else ""
-        raise ValueError(f"{path} has no column {shown(name)}{hint} Its columns: {listed(columns)}{remedy}")
+            found += (
+                ". There is one column only: separate the fields by commas, semicolons, tabs or |; TabularDataModule "
+                "takes any other as csv.separator"
+            )
+        raise ValueError(f"{path} {found}")
 
 
 def require_present(column: pd.Series, path: Path, remedy: str) -> pd.Series:
@@ -145,8 +166,13 @@ def require_present(column: pd.Series, path: Path, remedy: str) -> pd.Series:
     return column
 
 
-def read_classes(column: pd.Series, path: Path, quantity: str = A_QUANTITY) -> tuple[np.ndarray, list[str]]:
-    """Return the class of each row, (rows,) int64, and the sorted class names; ``quantity`` ends a message."""
+def read_classes(
+    column: pd.Series, path: Path, quantity: str = A_QUANTITY, num_unknown: int = 0
+) -> tuple[np.ndarray, list[str]]:
+    """Return the class of each row, (rows,) int64, and the sorted class names.
+
+    ``quantity`` ends a message about numbers that are no classes, and ``num_unknown`` counts rows without a class.
+    """
     require_present(column, path, "Remove those rows, or predict them with predict_path")
     where = f"the target column {shown(column.name)} of {path}"
     text = as_text(column, path)
@@ -156,14 +182,26 @@ def read_classes(column: pd.Series, path: Path, quantity: str = A_QUANTITY) -> t
     if len(classes) < 2:
         raise ValueError(f"{where} holds one class only, {shown(classes[0])}; two or more are needed")
     counts = np.bincount(labels)
+    require_no_quantity(classes, bool(counts.min() < 3), where, quantity)
     if counts.min() < 3:
         rarest = classes[int(counts.argmin())]
+        uncounted = f"; {num_unknown} rows without a class do not count" if num_unknown else ""
         raise ValueError(
-            f"{where} holds {len(classes)} classes, of which {shown(rarest)} has {counts.min()} rows; each "
-            f"needs 3, one for "
-            f"each split. Merge rare classes; {quantity}"
+            f"{where} holds {len(classes)} classes, of which {shown(rarest)} has {counts.min()} rows; each needs 3, "
+            f"one for each split. Merge rare classes, or leave their rows out{uncounted}"
         )
     return labels.astype(np.int64), classes
+
+
+def require_no_quantity(classes: Sequence[str], are_rare: bool, where: str, quantity: str) -> None:
+    """Raise a ValueError, which ends in ``quantity``, if the classes are numbers that look like quantities.
+
+    Numbers with fractions do if there are more than 20 of them or they ``are_rare``, whole numbers if both is true.
+    """
+    numbers = pd.to_numeric(pd.Series(list(classes), dtype=object), errors="coerce")
+    signs = len(classes) > _MOST_NUMBERS, are_rare, bool((numbers % 1 != 0).any())
+    if numbers.notna().all() and sum(signs) > 1:
+        raise ValueError(f"{where} holds {len(classes):,} different numbers, {listed(classes, 3)}; {quantity}")
 
 
 def read_known_classes(column: pd.Series, path: Path, quantity: str) -> tuple[np.ndarray, list[str]]:
@@ -171,8 +209,7 @@ def read_known_classes(column: pd.Series, path: Path, quantity: str) -> tuple[np
     known = column.notna().to_numpy()
     if not known.any():
         raise ValueError(f"the target {column.name!r} of {path} holds no label")
-    without = "" if known.all() else f"; {(~known).sum()} rows without a class do not count"
-    numbers, classes = read_classes(column[known], path, quantity + without)
+    numbers, classes = read_classes(column[known], path, quantity, int((~known).sum()))
     labels = np.full(len(column), -100, dtype=np.int64)  # ignored by torch.nn.functional.cross_entropy
     labels[known] = numbers
     return labels, classes
@@ -216,18 +253,17 @@ def holds_numbers(column: pd.Series, path: Path) -> bool:
         wrong = is_text.reindex(column.index, fill_value=False)
         raise ValueError(
             f"{where} holds {shown(str(column[wrong].iloc[0]))} in row {_first_row(wrong)} among numbers; "
-            f"mend the value, "
-            "list it under missing, or list the column under categorical"
+            f"mend the value, list it under csv.missing, or list the column under categorical"
         )
     if is_text.any() and present.astype(str).str.fullmatch(r"[-+]?[\d.,' ]*\d[\d.,' ]*[%$€£]?").all():
         raise ValueError(
             f"{where} holds {shown(str(present.iloc[0]))} and the like, which are no numbers as they are written; set "
-            "decimal, rewrite them, or list the column under categorical"
+            "csv.decimal, as by --data.csv.decimal ',', rewrite them, or list the column under categorical"
         )
     if is_text.any() and len(present) > 20 and present.nunique() > len(present) / 2:
         raise ValueError(
-            f"{where} holds {present.nunique()} different texts in {len(present)} rows; leave it out if it is a key, "
-            "or list it under categorical to make each text a feature"
+            f"{where} holds {present.nunique()} different texts in {len(present)} rows; list it under exclude if it "
+            "is a key, or under categorical to make each text a feature"
         )
     return not is_text.any()
 

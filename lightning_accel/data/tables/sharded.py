@@ -9,20 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_accel.data.preprocessing import RawColumns
-from lightning_accel.data.quoting import shown
+from lightning_accel.data.quoting import listed, shown
 from lightning_accel.data.shards.blocks import Blocks, find_blocks
 from lightning_accel.data.shards.options import ShardOptions
 from lightning_accel.data.shards.reader import ReadOptions
 from lightning_accel.data.shards.splits import Split, split_blocks
-from lightning_accel.data.tables.columns import codes_of_column, numbers_of_column
+from lightning_accel.data.tables.columns import codes_of_column, numbers_of_column, texts_of_column
 from lightning_accel.data.tables.statistics import MISSING, holds_numbers_in, table_statistics
 from lightning_accel.data.whole_files import kept_json
+from lightning_accel.ops.extras import import_on_use
 
 if TYPE_CHECKING:
     import pyarrow as pa
+else:
+    pa = import_on_use("pyarrow")
 
 
 class ShardedTable:
@@ -113,6 +117,7 @@ class TableEncoder:
             if column["categories"] is not None
         }
         self._classes = {name: number for number, name in enumerate(classes)}
+        self._warned: set[str] = set()
 
     def __call__(self, table: pa.Table) -> tuple[Tensor, ...]:
         columns = []
@@ -133,4 +138,17 @@ class TableEncoder:
     def _categories(self, column: pa.ChunkedArray, name: str) -> np.ndarray:
         """Return the index of each row's category (B,) float64, -1 for one that the training rows lack."""
         numbers = self._numbers_of[name]
-        return codes_of_column(column, numbers, missing=numbers.get(MISSING, -1)).astype(np.float64)
+        codes = codes_of_column(column, numbers, missing=numbers.get(MISSING, -1))
+        if name not in self._warned and (new := codes < 0).any():
+            self._warned.add(name)
+            text, found = texts_of_column(column.filter(pa.array(new)))
+            found += [MISSING] if (text < 0).any() else []
+            rank_zero_warn(new_category_message(name, f"rows beside the training rows of {self.location}", found))
+        return codes.astype(np.float64)
+
+
+def new_category_message(name: str, where: str, found: Sequence[str]) -> str:
+    return (
+        f"column {shown(name)} of {where} holds {listed(found, 3)}, which no training row has: the features of the "
+        "column are 0 there"
+    )

@@ -16,6 +16,7 @@ from lightning_accel.data.quoting import shown
 from lightning_accel.data.shards.blocks import Blocks
 from lightning_accel.data.shards.moments import Moments
 from lightning_accel.data.tables.columns import numbers_of_column, require_classes, texts_of_column
+from lightning_accel.data.tables.files import A_QUANTITY
 from lightning_accel.ops.extras import import_on_use
 
 if TYPE_CHECKING:
@@ -120,7 +121,8 @@ def table_statistics(
             for name, names in found.texts.items() if of_training else ():
                 texts[name].update(names)
                 _require_few(texts[name], name, blocks, name in categorical)
-    found_classes = require_classes(*classes, f"the target column {shown(target)} of {blocks.files.root}")
+    where = f"the target column {shown(target)} of {blocks.files.root}"
+    found_classes = require_classes(*classes, where, A_QUANTITY)
     for name in texts.keys() - {*categorical}:
         present = texts[name] - {MISSING}
         if present and all(map(_is_number, present)):

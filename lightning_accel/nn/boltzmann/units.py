@@ -86,8 +86,8 @@ class BernoulliVisible(VisibleUnits):
         if least >= 0 and most <= 1:
             return None
         return (
-            f"Bernoulli visible units take values in [0, 1], found {least:.6g} to {most:.6g}. Scale the data, or take "
-            "visible='gaussian' for standardised real values"
+            f"Bernoulli visible units take values in [0, 1], found {least:.6g} to {most:.6g}. Scale the data, or set "
+            "visible to gaussian, on the command line --model.visible gaussian, for standardised real values"
         )
 
 

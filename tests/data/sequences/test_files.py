@@ -186,7 +186,7 @@ def test_bad_json_lines_are_refused(read, lines, layout, said):
 @pytest.mark.parametrize(
     ("columns", "layout", "said"),
     [
-        ({}, {"step_column": "steps"}, r"no column 'steps'; did you mean 'step'\?"),
+        ({}, {"step_column": "steps"}, r"no column 'steps'; did you mean 'step'\?.*step_column, or set it to null"),
         ({}, {"values": ["xx"]}, r"no column 'xx'"),
         ({"x": None}, {}, r"no column left for values beside id, step, target"),
         ({"step": [2, 1, 1, 0, 2]}, {}, r"two rows of id 'b' with step 2: rows 1 and 5"),

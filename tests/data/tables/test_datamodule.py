@@ -152,7 +152,8 @@ def test_numbers_as_categories_keep_their_names_beside_missing_values(make, tabl
 def test_rows_to_predict_need_no_target_and_may_hold_what_training_lacked(make, table, tmp_path):
     new = table.drop(columns=["kind", "key"]).head(3).assign(colour=["blue", "red", None], width=[1.0, np.nan, 3.0])
     new.to_csv(tmp_path / "new.csv", index=False)
-    data = make(predict_path=tmp_path / "new.csv")
+    with pytest.warns(UserWarning, match=r"'colour' of .*new.csv holds blue, which no training row has"):
+        data = make(predict_path=tmp_path / "new.csv")
     ((batch,),) = data.predict_dataloader()
     assert batch.shape == (3, 7)
     assert batch[:, 4:].tolist() == [[0, 0, 0], [0, 0, 1], [1, 0, 0]]
@@ -176,6 +177,7 @@ def test_own_marks_of_missing_values(make, table, name, mark):
     assert values.abs().max() < 3
 
 
+@pytest.mark.filterwarnings("ignore:column .* of .*new.csv holds")
 def test_texts_stay_as_they_are_written_in_every_file(make, table, tmp_path):
     """What else a file holds must not change what a text is: 01234 alone would be read as a number."""
     codes = ["01234", "02345", "1.0"] * 20
@@ -209,6 +211,43 @@ def test_features_of_one_name_are_refused(make, table, columns):
         make(table.assign(**columns))
 
 
+@pytest.mark.parametrize("separator", [";", "\t", "|"])
+def test_other_separators_are_found(make, table, tmp_path, separator):
+    table.to_csv(tmp_path / "others.csv", sep=separator, index=False)
+    data = make((tmp_path / "others.csv").read_text())
+    assert data.train_rows.tensors[0].equal(make(table).train_rows.tensors[0])
+
+
+def test_whole_numbers_of_many_rows_are_classes(make):
+    assert make("kind,x\n" + "".join(f"{i},1\n" for i in range(21)) * 9, exclude=[]).num_classes == 21
+
+
+def test_a_run_tells_how_columns_are_read(make, caplog):
+    data = make()
+    assert not caplog.text  # tune and others set data up again and again
+    del data.train_rows
+    data.trainer = object()
+    with caplog.at_level("INFO"):
+        data.setup()
+    assert caplog.messages == [
+        f"{data.path}: target 'kind' of 3 classes, ash, elm, oak; numbers: length, width, wet; categories: colour (3); "
+        "left out: key; 42 rows train, 9 validate, 9 test"
+    ]
+
+
+def test_rows_to_predict_keep_the_columns_that_are_no_features(make, table, tmp_path):
+    table["key"] = [f"{i:03}" for i in range(60)]  # which are no numbers
+    data = make(table)
+    columns = data.predict_columns
+    assert list(columns) == ["file_row", "kind", "key"]
+    assert columns["key"].astype(int).tolist() == columns["file_row"].tolist()
+    assert columns["kind"].tolist() == [data.class_names[i] for i in data.test_rows.tensors[1].tolist()]
+    table.drop(columns="kind").tail(4).to_csv(tmp_path / "new.csv", index=False)
+    assert make(table, predict_path=tmp_path / "new.csv").predict_columns.to_dict("list") == {
+        "key": ["056", "057", "058", "059"]
+    }
+
+
 def test_decimal_comma(make):
     text = "kind;width\n" + "oak;1,5\nash;2,5\n" * 15
     data = make(text, csv=CSVFormat(separator=";", decimal=","), exclude=[])
@@ -228,6 +267,7 @@ def test_checkpoint_keeps_what_was_fitted(make, table):
             other.load_state_dict(state)
 
 
+@pytest.mark.filterwarnings("ignore:column 'colour' of .* holds blue")
 def test_only_rows_of_the_test_split_may_change_after_a_checkpoint(make, table):
     table = table.assign(width=np.arange(60.0))
     data = make(table)
@@ -249,7 +289,19 @@ def test_only_rows_of_the_test_split_may_change_after_a_checkpoint(make, table):
         ("", {}, r"trees.csv is empty; a header and rows were needed"),
         ("kind,width\n", {}, r"trees.csv has a header but no rows"),
         ("kind,width\noak,1\n", {"target": "kin"}, r"no column 'kin'; did you mean 'kind'\? Its columns: kind, width"),
-        ("kind;width\noak;1\n", {}, r"one column only: set separator"),
+        ("kind:width\noak:1\n", {}, r"one column only: .* csv\.separator"),
+        (
+            "kind,width\noak,1\n",
+            {"exclude": ["kin"]},
+            r"no column 'kin'; did you mean 'kind'\? Its columns: kind, width$",
+        ),
+        ("kind,width\noak,1\n", {"exclude": "kind,width"}, r"'kind,width'; write several .* '\[kind, width\]'\."),
+        (
+            "kind,x\n" + "".join(f"{i / 8},1\n" for i in range(21)) * 3,
+            {},
+            r"21 different numbers, 0.0, 0.125, 0.25 and 18 more; .*not for quantities.*SequenceDataModule",
+        ),
+        ("kind,x\n" + "".join(f"{i},1\n" for i in range(21)), {}, r"21 different numbers.*not for quantities"),
         (
             "kind,width\n" + "oak,1\nash,2\n" * 9 + "oak,wide\n",
             {},
@@ -278,7 +330,7 @@ def test_only_rows_of_the_test_split_may_change_after_a_checkpoint(make, table):
         ("kind,x,x\noak,1,2\n", {}, r"two columns named 'x'"),
         (",kind,x\n0,oak,1\n" + "1,ash,2\n2,oak,2\n" * 9, {}, r"column without a name.*exclude as 'Unnamed: 0'"),
         ("kind\n" + "oak\nash\n" * 9, {}, r"no column left for features"),
-        ("kind,x\n" + 'oak,"1,5"\nash,"2,5"\n' * 9, {}, r"holds '1,5' and the like.*set decimal"),
+        ("kind,x\n" + 'oak,"1,5"\nash,"2,5"\n' * 9, {}, r"holds '1,5' and the like.*set csv\.decimal"),
         ("kind,x\n" + "oak,1e300\nash,-1e300\n" * 9, {}, r"numbers of at most 1e\+30; got '1e\+300' in row 1"),
     ],
 )

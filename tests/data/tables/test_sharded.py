@@ -138,7 +138,8 @@ def test_other_files_are_predicted(tmp_path, flowers):
     pq.write_table(pa.Table.from_pandas(new, preserve_index=False), tmp_path / "new" / "a.parquet")
     data = data_of(folder, predict_path=tmp_path / "new")
     data.setup()
-    [[features]] = data.predict_dataloader()
+    with pytest.warns(UserWarning, match=r"'colour' of rows beside the training rows of .* holds green"):
+        [[features]] = data.predict_dataloader()
     assert features.shape == (5, data.num_features)
     assert features[:, -6:].sum(dim=1).tolist() == [1, 2, 2, 2, 2]
 
@@ -150,6 +151,12 @@ def test_what_cannot_be_predicted_is_refused_before_training(tmp_path, flowers):
     new = folder_of(tmp_path / "new", changed(flowers, length=pa.array(["long"] * 400)))
     with pytest.raises(ValueError, match=r"column 'length' of .*new holds texts; the training rows have numbers there"):
         data_of(folder, predict_path=new).setup()
+
+
+def test_quantities_are_no_classes(tmp_path, flowers):
+    folder = folder_of(tmp_path / "rows", changed(flowers, species=pa.array(np.linspace(0, 1, 400))))
+    with pytest.raises(ValueError, match=r"'species' of .* different numbers, 0.*SequenceDataModule"):
+        data_of(folder).setup()
 
 
 def test_whole_numbers_are_categories_without_a_point_where_some_are_missing(tmp_path, flowers):
