@@ -242,6 +242,7 @@ def test_what_starts_too_slowly_to_be_proven_gives_way_to_what_can_be(world, tmp
         assert set(refused) == {"compile=children"}
         assert outcome.num_cut >= 1
         assert "it starts for 60 s each time" in refused["compile=children"]
+        assert not any({"compile", "precision"} <= set(world.names(one)) for one in world.started)
     else:
         assert not refused
 
