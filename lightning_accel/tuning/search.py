@@ -123,12 +123,15 @@ class Search:
         while len(chosen) > 1:
             starts = {one.name: self.outcome.alone[one.name].start_seconds for one in chosen}
             slowest = max(chosen, key=lambda one: starts[one.name])
-            if self.measurer.may_prove(chosen, max(starts.values())) or starts[slowest.name] < 2 * min(starts.values()):
+            if self._may_prove(chosen) or starts[slowest.name] < 2 * min(starts.values()):
                 break
             reason = f"the budget did not suffice to prove it: it starts for {starts[slowest.name]:.0f} s each time"
             self.outcome.refused.append(Refusal(slowest.name, reason))
             chosen.remove(slowest)
         return chosen
+
+    def _may_prove(self, changes: Sequence[Factor]) -> bool:
+        return self.measurer.may_prove(changes, max(self.outcome.alone[one.name].start_seconds for one in changes))
 
     def _try_together(self, winners: list[Factor]) -> list[Factor]:
         """Return the winners without those that the others make useless; or the best alone if they do not add up."""
@@ -163,7 +166,7 @@ class Search:
             rival = max(rivals, key=lambda one: gains[one.name], default=factor)
             changed = [rival if one is factor else one for one in chosen]
             name = f"{rival.name} in place of {factor.name} of {names_of(chosen)}"
-            is_affordable = self.measurer.may_begin(name, _UNTIL_ADDED)
+            is_affordable = self.measurer.may_begin(name, _UNTIL_ADDED) and self._may_prove(changed)
             if rival is factor or not is_affordable or gains[rival.name] < _NOTABLY * gains[factor.name]:
                 continue
             found = self.measurer.measure(
@@ -182,7 +185,7 @@ class Search:
         ]
         for factor in sorted(promising, key=lambda one: -self.outcome.alone[one.name].gain):
             name = f"{factor.name} beside {names_of(chosen)}"
-            is_affordable = self.measurer.may_begin(name, _UNTIL_ADDED)
+            is_affordable = self.measurer.may_begin(name, _UNTIL_ADDED) and self._may_prove([*chosen, factor])
             if not chosen or factor.group in {one.group for one in chosen} or not is_affordable:
                 continue
             found = self.measurer.measure(name, together(chosen), together([*chosen, factor]), most=8, has_to_pay=True)
@@ -213,9 +216,9 @@ class Search:
                 best[one.group] = one
         undecided = list(best.values())
         name = f"undecided {names_of(undecided)} beside {names_of(chosen)}"
-        if not undecided or not self.measurer.may_begin(name, _UNTIL_ADDED):
-            return chosen
         changed = [*chosen, *undecided]
+        if not undecided or not self.measurer.may_begin(name, _UNTIL_ADDED) or not self._may_prove(changed):
+            return chosen
         found = self.measurer.measure(name, together(chosen), together(changed), most=24, width=0.02, has_to_pay=True)
         self.outcome.added[names_of(undecided)] = found
         return self._choose(changed, chosen, found.wins)
