@@ -245,7 +245,7 @@ class RelationalPooling(nn.Module):
     def _score(self, readout: Tensor, width: int) -> Tensor:
         """Call the head; explain errors of width."""
         try:
-            return self.head(readout)  # type: ignore[no-any-return]
+            return self.head(readout)
         except RuntimeError as error:
             if _MISMATCH_MESSAGES[0] not in str(error):
                 raise
