@@ -638,7 +638,7 @@ def test_wrong_edge_attributes_are_named(options, attr, message):
 
 
 def test_sparse_adjacency_is_refused():
-    with pytest.raises(ValueError, match=r"RO3Conv needs edge_index \(2, M\) int64; got \(3, 3\)"):
+    with pytest.raises(ValueError, match=r"RO3Conv needs edge_index \(2, M\) int64; got a sparse tensor \(3, 3\)"):
         RO3Conv(2, 3)(torch.randn(3, 2), torch.eye(3).to_sparse())
 
 
