@@ -292,8 +292,7 @@ def _load_onnx(path: Path) -> Compressed:
     text = session.get_modelmeta().custom_metadata_map.get(METADATA, "")
     about = _read_metadata(text, path)
     used = [one.name for one in session.get_inputs()]  # inputs that no output depends on are missing
-    renamed = about.get("onnx_inputs", {})
-    kept = about.get("onnx_outputs")
+    renamed, kept = about.get("onnx_inputs", {}), about.get("onnx_outputs")  # of older files
     dtypes = [getattr(torch, name) for name in about.get("onnx_dtypes", [])]  # float32 in the file for those of 16 bits
 
     def run(tensors: dict[str, Tensor]) -> list[Tensor]:

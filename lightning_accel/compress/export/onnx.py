@@ -73,8 +73,8 @@ def save_onnx(made: Any, path: Path) -> bool:
     return is_split
 
 
-def add_processing(content: bytes, flat: FromTensors, calls: Sequence[Inputs]) -> tuple[Any, dict[str, Any]]:
-    """Add the preprocessing and postprocessing of ``flat`` to the graph of the ONNX model in ``content``.
+def add_processing(content: bytes, flat: FromTensors, calls: Sequence[Inputs]) -> Any:
+    """Return the ONNX model in ``content`` with the preprocessing, the postprocessing and the names of ``flat``.
 
     Args:
         content: an ONNX file. Names of its inputs end in ``__`` and the index of the tensor in a call of the module;
@@ -83,8 +83,7 @@ def add_processing(content: bytes, flat: FromTensors, calls: Sequence[Inputs]) -
         calls: calls of the whole model, which differ in dynamic sizes.
 
     Returns:
-        An ``onnx.ModelProto``, and metadata to run it: ``onnx_inputs`` maps its inputs to the tensors of a call, and
-        ``onnx_outputs`` has the index among its outputs of each output of the file, None if they are the same.
+        An ``onnx.ModelProto``, whose inputs and outputs are named as those of files that torch's exporter writes.
     """
     import onnx
 
@@ -97,17 +96,41 @@ def add_processing(content: bytes, flat: FromTensors, calls: Sequence[Inputs]) -
         made = _export_onnx(before, [tensors_of(call) for call in calls], "raw")
         given = [one.name for one in made.graph.output]
         model = _compose(made, model, dict(zip(given, places, strict=True)))
-    inputs = {one.name: names[_index_of(one.name)] for one in model.graph.input}
-    kept = (
-        [list(named_tensors(output, others=[])).index(name) for name in flat.kept] if flat.postprocess is None else None
-    )
-    if flat.postprocess is not None:
+    inputs = [names[_index_of(one.name)] for one in model.graph.input]
+    if flat.postprocess is None:
+        returned = list(named_tensors(output, others=[]))
+        kept = [returned.index(name) for name in flat.kept]
+    else:
+        kept = list(range(len(flat.kept)))
         inner = [flat.preprocessed(*call) for call in calls]
         outputs = [tensors_of(flat.module(*args, **kwargs)) for args, kwargs in inner]
         made = _export_onnx(_Postprocess(flat, output), outputs, "given")
         model_outputs = [one.name for one in model.graph.output]
         model = _compose(model, made, {model_outputs[_index_of(one.name)]: one.name for one in made.graph.input})
-    return model, {"onnx_inputs": inputs, "onnx_outputs": kept}
+    return _rename(model, inputs, dict(zip(output_names(inputs, flat.kept), kept, strict=True)))
+
+
+def output_names(inputs: Sequence[str], outputs: Sequence[str]) -> list[str]:
+    """Return the names of outputs in a file, where they differ from those of the inputs."""
+    return [f"{name}_out" if name in inputs else name for name in outputs]
+
+
+def _rename(model: Any, inputs: Sequence[str], outputs: Mapping[str, int]) -> Any:
+    """Name the inputs, and those outputs that are kept by their places, through nodes of the kind Identity."""
+    import onnx
+    from onnx.compose import add_prefix
+
+    model = add_prefix(model, "model/")
+    graph = model.graph
+    inner_inputs, inner_outputs = list(graph.input), list(graph.output)
+    del graph.input[:], graph.output[:]
+    for place, (name, inner) in enumerate(zip(inputs, inner_inputs, strict=True)):
+        graph.node.insert(place, onnx.helper.make_node("Identity", [name], [inner.name]))
+        graph.input.add(name=name, type=inner.type)
+    for name, number in outputs.items():
+        graph.node.append(onnx.helper.make_node("Identity", [inner_outputs[number].name], [name]))
+        graph.output.add(name=name, type=inner_outputs[number].type)
+    return model
 
 
 class _Preprocess(nn.Module):

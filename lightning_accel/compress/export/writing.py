@@ -20,7 +20,14 @@ from lightning_accel.compress.calls import Inputs, Run, first_line, first_sample
 from lightning_accel.compress.export.archive import METADATA
 from lightning_accel.compress.export.flat import FromTensors, outputs_of
 from lightning_accel.compress.export.loading import FORMAT_VERSION, load_compressed
-from lightning_accel.compress.export.onnx import ONE_FILE, add_processing, save_onnx, to_onnx, weight_bytes
+from lightning_accel.compress.export.onnx import (
+    ONE_FILE,
+    add_processing,
+    output_names,
+    save_onnx,
+    to_onnx,
+    weight_bytes,
+)
 from lightning_accel.compress.export.structure import (
     bind,
     describe,
@@ -405,18 +412,15 @@ def _write(traced: _Traced, about: dict[str, Any], format: str, path: Path, cont
     program = traced.program
     if program is None:
         assert content is not None
-        model, names = add_processing(content, traced.flat, traced.calls)
+        model = add_processing(content, traced.flat, traced.calls)
         entry = model.metadata_props.add()
         tensors = named_tensors(traced.flat.output, others=[])
         dtypes = [str(tensors[name].dtype).removeprefix("torch.") for name in traced.flat.kept]
-        entry.key, entry.value = METADATA, json.dumps(about | names | {"onnx_dtypes": dtypes})
+        entry.key, entry.value = METADATA, json.dumps(about | {"onnx_dtypes": dtypes})
         path.write_bytes(model.SerializeToString())
     elif format == "onnx":
         inputs = [one["name"] for one in about["inputs"]]
-        outputs = [
-            f"{name}_out" if name in inputs else name for name in about["output_names"]
-        ]  # names are unique there
-        made = to_onnx(program, inputs, outputs)
+        made = to_onnx(program, inputs, output_names(inputs, about["output_names"]))
         if (size := weight_bytes(made)) > ONE_FILE:
             raise ValueError(
                 f"it has {size / 1e9:.1f} GB of weights, and an ONNX file holds less than 2. Take format='pt2', or "

@@ -127,6 +127,10 @@ def test_what_comes_before_and_after_is_in_a_quantized_onnx_file(before, after, 
     inner = [((before(args[0]) if before else args[0], *args[1:]), kwargs) for args, kwargs in calls]
     form = onnx_dynamic(module, inner, find_layers(module))
     export(module, calls, tmp_path / "m.onnx", "onnx", preprocess=before, postprocess=after, quantized=form)
+    export(module, calls, tmp_path / "float.onnx", "onnx", preprocess=before, postprocess=after)
+    sessions = [compressed.onnx_session(tmp_path / name, ["CPUExecutionProvider"]) for name in ("m.onnx", "float.onnx")]
+    ends = [[one.name for one in [*each.get_inputs(), *each.get_outputs()]] for each in sessions]
+    assert ends[0] == ends[1]
     loaded = load_compressed(tmp_path / "m.onnx")
     (batch, *args), kwargs = structured_call(3, 6)
     expected = form.run(before(batch) if before else batch, *args, **kwargs)
