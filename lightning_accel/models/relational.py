@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
 
 import torch
 from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
@@ -372,6 +373,7 @@ class RelationalGNN(SupervisedModel):
         instead = "If it is batch, pass it by name: batch=batch"
         check_edge_attr("RelationalGNN", edge_attr, len(x), num_edges, instead)
         if not self._uses_edges:
+            _warn_of_ignored_edges()
             return None
         if wrong := wrong_edge_attr(edge_attr, num_edges, self.edge_dim, self.num_relations):
             raise ValueError(f"RelationalGNN needs {wrong}")
@@ -432,6 +434,8 @@ class RelationalGNN(SupervisedModel):
             ValueError: if the batch lacks them.
         """
         if not self._uses_edges:
+            if batch.edge_attr is not None:
+                _warn_of_ignored_edges()
             return None
         edges = batch.edge_attr if batch.edge_attr is not None else getattr(batch, "edge_type", None)
         if edges is None:
@@ -490,3 +494,9 @@ class RelationalGNN(SupervisedModel):
         best = mean.argmax(dim=-1, keepdim=True)
         predictions = name_classes(mean, self.class_names)
         return {**predictions, "score": mean.gather(1, best)[:, 0], "standard_error": error.gather(1, best)[:, 0]}
+
+
+def _warn_of_ignored_edges() -> None:
+    rank_zero_warn(
+        "RelationalGNN ignores edge_attr: pass edge_dim for features of edges, or num_relations for their types"
+    )

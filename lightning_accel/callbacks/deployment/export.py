@@ -231,6 +231,11 @@ class Export(L.Callback):
             quantized=result,
         )
         _log_export(self.exported)
+        if preprocess is None and callable(getattr(datamodule, "preprocessing", None)):
+            rank_zero_info(
+                "the file takes what the datamodule makes of the data; with Export(preprocess='datamodule'), or export "
+                "--preprocess true, it takes the data as they are"
+            )
         label = f"{format} file" if result is None else f"{result.name}, {format} file"
         with self._failure_handling(trainer, f"Export wrote {self.exported.path}, but made no report of it"):
             self.report = self._measure(trainer, copied, deployed, loader, label, raw)
@@ -298,6 +303,11 @@ class Export(L.Callback):
 
     def _require_path(self, trainer: L.Trainer) -> None:
         path = run_folder(trainer) / self.filename
+        others = [one for one in callbacks_of(trainer, Export) if one is not self and one.filename == self.filename]
+        if any(one.format == self.format for one in others):
+            raise ValueError(
+                f"two Export callbacks write {self.filename!r} as {self.format}; give one another filename"
+            )
         if self.format != "auto":
             require_exportable(self.format, _with_suffix(path, SUFFIXES[self.format]))
         if not trainer.is_global_zero:

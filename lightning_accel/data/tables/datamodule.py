@@ -232,6 +232,11 @@ class TabularDataModule(InMemoryDataModule):
                 f"the target column {shown(self.target)} of {self.path} holds a class without a name, "
                 f"{shown(blank[0])}; name it, or list it under csv.missing if it means a missing class"
             )
+        if len({name.strip() for name in self.class_names}) < len(self.class_names):
+            rank_zero_warn(
+                f"classes of {shown(self.target)} in {self.path} differ by spaces at their ends alone, and count as "
+                f"different: {listed([shown(name) for name in self.class_names], 10)}. Remove the spaces"
+            )
         known, unknown = np.flatnonzero(labels >= 0), np.flatnonzero(labels < 0)
         kind = "rows of known class" if len(unknown) else "rows"
         parts = split_in_three(labels[known], len(known), shares, self.seed, self.path, kind)

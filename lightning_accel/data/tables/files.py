@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -86,7 +87,8 @@ def read_table(
     ) as error:  # raised by pandas and pyarrow, mostly ValueErrors
         if str(path) in str(error):
             raise
-        raise ValueError(f"{path} cannot be read as {path.suffix[1:]}: {cut(error, 200)}") from error
+        remedy = ". Save it as UTF-8" if isinstance(error, UnicodeDecodeError) else ""
+        raise ValueError(f"{path} cannot be read as {path.suffix[1:]}: {cut(error, 200)}{remedy}") from error
     if table.empty:
         raise ValueError(f"{path} has a header but no rows")
     return table.rename(columns=str)
@@ -258,7 +260,8 @@ def holds_numbers(column: pd.Series, path: Path) -> bool:
     if is_text.any() and present.astype(str).str.fullmatch(r"[-+]?[\d.,' ]*\d[\d.,' ]*[%$€£]?").all():
         raise ValueError(
             f"{where} holds {shown(str(present.iloc[0]))} and the like, which are no numbers as they are written; set "
-            "csv.decimal, as by --data.csv.decimal ',', rewrite them, or list the column under categorical"
+            "csv.decimal, as by --data.csv.decimal ',', if the comma is the decimal mark, rewrite them without marks "
+            "of thousands, or list the column under categorical"
         )
     if is_text.any() and len(present) > 20 and present.nunique() > len(present) / 2:
         raise ValueError(
@@ -274,10 +277,12 @@ def as_numbers(column: pd.Series, path: Path, remedy: str = "Mend the value, or 
     numbers = numbers.astype(np.float64)
     wrong = (numbers.isna() & column.notna()) | (numbers.abs() > LARGEST)
     if wrong.any():
-        first = shown(str(column[wrong].iloc[0]))
+        first = str(column[wrong].iloc[0])
+        if re.fullmatch(r"[-+]?\d+,\d+", first):
+            remedy = "Set csv.decimal, as by --data.csv.decimal ',', if the comma is the decimal mark"
         raise ValueError(
-            f"column {shown(column.name)} of {path} must hold numbers of at most {LARGEST:g}; got {first} in row "
-            f"{_first_row(wrong)}. {remedy}"
+            f"column {shown(column.name)} of {path} must hold numbers of at most {LARGEST:g}; got {shown(first)} in "
+            f"row {_first_row(wrong)}. {remedy}"
         )
     return numbers
 

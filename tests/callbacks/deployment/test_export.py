@@ -72,6 +72,7 @@ def test_trained_model_is_in_the_file_and_in_the_report(format, tmp_path):
     assert (tmp_path / "figures" / "export.png").exists()
 
 
+@pytest.mark.slow
 def test_report_has_the_model_before_channels_were_removed(tmp_path):
     module, callback = Own(), Export(compare=False)
     fit(module, [callback, Pruning(0.4, structure="channel", schedule="one_shot")], tmp_path)
@@ -191,6 +192,8 @@ def test_what_cannot_work_is_refused_before_training(tmp_path):
         fit(Own(), [Export(module="nett")], tmp_path)
     with pytest.raises(ValueError, match=r"'onnx' must end in \.onnx; got .*model\.pt2"):
         fit(Own(), [Export("onnx", "model.pt2")], tmp_path)
+    with pytest.raises(ValueError, match=r"two Export callbacks write 'model' as onnx; give one another filename"):
+        fit(Own(), [Export("onnx"), Export("onnx")], tmp_path)
     with pytest.raises(TypeError, match=r"preprocess='datamodule' needs a datamodule with a method preprocessing"):
         fit(Own(), [Export(preprocess="datamodule")], tmp_path)
     (tmp_path / "file").write_text("")

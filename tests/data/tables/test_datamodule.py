@@ -254,6 +254,17 @@ def test_decimal_comma(make):
     assert data.feature_names == ["width"]
 
 
+def test_new_rows_with_a_decimal_comma_are_refused_with_the_option(make, tmp_path):
+    (tmp_path / "new.csv").write_text("width;size\n3,5;1\n")
+    with pytest.raises(ValueError, match=r"got '3,5' in row 1\. Set csv\.decimal, as by --data\.csv\.decimal"):
+        make("kind;width;size\n" + "oak;1.5;1\nash;2.5;2\n" * 15, exclude=[], predict_path=tmp_path / "new.csv")
+
+
+def test_classes_that_differ_by_spaces_are_told(make):
+    with pytest.warns(UserWarning, match=r"differ by spaces at their ends alone, .*'ash', 'oak', 'oak '"):
+        make("kind,width\n" + "oak,1.5\nash,2.5\noak ,1.4\n" * 10, exclude=[])
+
+
 def test_checkpoint_keeps_what_was_fitted(make, table):
     state = make().state_dict()
     make().load_state_dict(state)
@@ -330,7 +341,7 @@ def test_only_rows_of_the_test_split_may_change_after_a_checkpoint(make, table):
         ("kind,x,x\noak,1,2\n", {}, r"two columns named 'x'"),
         (",kind,x\n0,oak,1\n" + "1,ash,2\n2,oak,2\n" * 9, {}, r"column without a name.*exclude as 'Unnamed: 0'"),
         ("kind\n" + "oak\nash\n" * 9, {}, r"no column left for features"),
-        ("kind,x\n" + 'oak,"1,5"\nash,"2,5"\n' * 9, {}, r"holds '1,5' and the like.*set csv\.decimal"),
+        ("kind,x\n" + 'oak,"1,5"\nash,"2,5"\n' * 9, {}, r"holds '1,5' and the like.*set csv\.decimal.*of thousands"),
         ("kind,x\n" + "oak,1e300\nash,-1e300\n" * 9, {}, r"numbers of at most 1e\+30; got '1e\+300' in row 1"),
     ],
 )
