@@ -271,15 +271,16 @@ def holds_numbers(column: pd.Series, path: Path) -> bool:
     return not is_text.any()
 
 
-def as_numbers(column: pd.Series, path: Path, remedy: str = "Mend the value, or list it under missing") -> pd.Series:
+def as_numbers(column: pd.Series, path: Path, remedy: str | None = None) -> pd.Series:
     is_plain = isinstance(column.dtype, np.dtype) and column.dtype.kind in "biuf"
     numbers = column if is_plain else pd.to_numeric(column.astype(object), errors="coerce")
     numbers = numbers.astype(np.float64)
     wrong = (numbers.isna() & column.notna()) | (numbers.abs() > LARGEST)
     if wrong.any():
         first = str(column[wrong].iloc[0])
-        if re.fullmatch(r"[-+]?\d+,\d+", first):
+        if remedy is None and re.fullmatch(r"[-+]?\d+,\d+", first):
             remedy = "Set csv.decimal, as by --data.csv.decimal ',', if the comma is the decimal mark"
+        remedy = remedy or "Mend the value, or list it under csv.missing"
         raise ValueError(
             f"column {shown(column.name)} of {path} must hold numbers of at most {LARGEST:g}; got {shown(first)} in "
             f"row {_first_row(wrong)}. {remedy}"
