@@ -26,7 +26,13 @@ from lightning_accel.models.graph_layers import (
 from lightning_accel.models.graph_marking import Marking, choose_marking
 from lightning_accel.models.hooks import keep_plain_hyperparameters, list_of_str, name_classes, require_class_names
 from lightning_accel.models.masked_loss import MaskedLoss, MeanAUROC, SupervisedModel, masked_loss
-from lightning_accel.nn.features import check_edge_attr, check_edge_index, wrong_edge_attr
+from lightning_accel.nn.features import (
+    check_edge_attr,
+    check_edge_index,
+    require_floating,
+    require_width,
+    wrong_edge_attr,
+)
 from lightning_accel.nn.relational.pooling import Estimate, RelationalPooling
 from lightning_accel.ops.names import require_one_of
 from lightning_accel.ops.options import options_of, read_options
@@ -337,6 +343,9 @@ class RelationalGNN(SupervisedModel):
                 "the sizes of this RelationalGNN, or the nodes that 'auto' marks, are not known yet; pass num_features "
                 "and num_classes, and a number of nodes, or train it"
             )
+        if self.num_features:
+            require_width(self, x, "num_features", self.num_features, "x (N, {})", ndim=2)
+        require_floating(self, x, "x", self.layers.parameters())
         edge_attr = self._checked_edges(x, edge_index, edge_attr)
         if self.marked is not None:
             draws = self._mark_generator()

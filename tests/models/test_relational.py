@@ -276,6 +276,19 @@ def test_features_of_edges_that_it_was_not_made_for_are_not_looked_at():
         model._edges(Data(torch.ones(6, 1), HEXAGON, torch.rand(6)))
 
 
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.ones(6, 1, dtype=torch.float64), r"takes torch\.float32 x; got torch\.float64\. Convert"),
+        (torch.ones(6, 1, dtype=torch.int64), r"takes floating-point x; got torch\.int64"),
+        (torch.ones(6, 3), r"RelationalGNN\(num_features=1\) takes x \(N, 1\); got \(6, 3\)"),
+    ],
+)
+def test_features_of_another_kind_are_refused(x, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        RelationalGNN(1, 2, **GRAPHS, layers=ConvolutionLayers(conv="GCNConv", dim=4))(x, HEXAGON)
+
+
 def test_marks_in_a_pipeline_are_refused():
     model = RelationalGNN(1, 2, **GRAPHS, layers=ConvolutionLayers(dim=4), marking=Marking(1))
     model._trainer = SimpleNamespace(strategy=PipelineStrategy(), datamodule=None)
