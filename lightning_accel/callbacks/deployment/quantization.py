@@ -58,6 +58,7 @@ _CONDITIONS = (
     "samples of a training batch, in this process; fp32 eager is the model after training, and quantized forms are "
     "compiled or run by ONNX Runtime"
 )
+_BY_VALIDATION = " validation_step has to log it"
 Mode: TypeAlias = Literal["auto", "static", "dynamic", "weight_only", "qat"]
 
 
@@ -304,7 +305,7 @@ class Quantization(L.Callback):
         if self.monitor is None or self.monitor in found.figures:
             return
         if not self._is_measured_here:
-            raise not_logged("Quantization", self.monitor, found.figures)
+            raise not_logged("Quantization", self.monitor, found.figures, _BY_VALIDATION)
         _require_perplexity(found)
 
     @property
@@ -317,7 +318,7 @@ class Quantization(L.Callback):
         if self.monitor is None or self._is_measured_here:
             return
         if trainer.callback_metrics and self.monitor not in trainer.callback_metrics:
-            raise not_logged("Quantization", self.monitor, trainer.callback_metrics)
+            raise not_logged("Quantization", self.monitor, trainer.callback_metrics, _BY_VALIDATION)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.mode == "qat":
