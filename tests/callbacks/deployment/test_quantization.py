@@ -104,7 +104,10 @@ def exact_losses(folder):
 
 def test_what_would_be_missed_at_the_end_is_missed_before_training(tmp_path, converted):
     cases = [
-        ([Quantization(monitor="val/acuracy")], "monitors 'val/acuracy', which is not logged; did you mean 'val/accur.*validation_step has"),
+        (
+            [Quantization(monitor="val/acuracy")],
+            "'val/acuracy', which is not logged; did you mean 'val/accur.*validation_step has",
+        ),
         ([Quantization(), Quantization("dynamic")], r"2 Quantization callbacks, and takes one.*measure another set"),
         ([Quantization("qat", begin=12)], r"begin=12 leaves none of the run's 12 steps for int8"),
         ([Quantization("qat", begin=0.99)], r"begin=0\.99 leaves none of the run's 12 steps for int8"),
