@@ -86,9 +86,9 @@ class Measurer:
         """Return whether there is a result, or time for one: less than a share ``until`` of the budget has passed."""
         return name in self.journal or self._passed() <= until
 
-    def may_prove(self, factors: Sequence[Factor], start_seconds: float) -> bool:
-        """Return whether there is time to measure changes together, which start for some seconds, and to prove them."""
-        if self.project.serves:
+    def may_prove(self, name: str, factors: Sequence[Factor], start_seconds: float) -> bool:
+        """Return whether there is a result, or time to measure changes that start for some seconds and to prove them."""
+        if self.project.serves or name in self.journal:
             return True
         kinds = {factor.kind for factor in factors}
         starts = [start_seconds]

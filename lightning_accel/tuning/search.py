@@ -68,7 +68,7 @@ class Search:
             chosen = self._try_together(winners) if len(winners) > 1 else winners
             if self.outcome.goal != "memory":
                 chosen = self._try_undecided(self._try_added(self._try_rivals(chosen)))
-            self._prove(self._leave_time_to_prove(chosen))
+            self._prove(chosen)
         except (KeyboardInterrupt, OSError):  # such as that of a disk too full for the journal
             self._hand_back_best()
             raise
@@ -123,15 +123,17 @@ class Search:
         while len(chosen) > 1:
             starts = {one.name: self.outcome.alone[one.name].start_seconds for one in chosen}
             slowest = max(chosen, key=lambda one: starts[one.name])
-            if self._may_prove(chosen) or starts[slowest.name] < 2 * min(starts.values()):
+            is_enough = self._may_prove(f"together {names_of(chosen)}", chosen)
+            if is_enough or starts[slowest.name] < 2 * min(starts.values()):
                 break
             reason = f"the budget did not suffice to prove it: it starts for {starts[slowest.name]:.0f} s each time"
             self.outcome.refused.append(Refusal(slowest.name, reason))
             chosen.remove(slowest)
         return chosen
 
-    def _may_prove(self, changes: Sequence[Factor]) -> bool:
-        return self.measurer.may_prove(changes, max(self.outcome.alone[one.name].start_seconds for one in changes))
+    def _may_prove(self, name: str, changes: Sequence[Factor]) -> bool:
+        start_seconds = max(self.outcome.alone[one.name].start_seconds for one in changes)
+        return self.measurer.may_prove(name, changes, start_seconds)
 
     def _try_together(self, winners: list[Factor]) -> list[Factor]:
         """Return the winners without those that the others make useless; or the best alone if they do not add up."""
@@ -166,7 +168,7 @@ class Search:
             rival = max(rivals, key=lambda one: gains[one.name], default=factor)
             changed = [rival if one is factor else one for one in chosen]
             name = f"{rival.name} in place of {factor.name} of {names_of(chosen)}"
-            is_affordable = self.measurer.may_begin(name, _UNTIL_ADDED) and self._may_prove(changed)
+            is_affordable = self.measurer.may_begin(name, _UNTIL_ADDED) and self._may_prove(name, changed)
             if rival is factor or not is_affordable or gains[rival.name] < _NOTABLY * gains[factor.name]:
                 continue
             found = self.measurer.measure(
@@ -185,7 +187,7 @@ class Search:
         ]
         for factor in sorted(promising, key=lambda one: -self.outcome.alone[one.name].gain):
             name = f"{factor.name} beside {names_of(chosen)}"
-            is_affordable = self.measurer.may_begin(name, _UNTIL_ADDED) and self._may_prove([*chosen, factor])
+            is_affordable = self.measurer.may_begin(name, _UNTIL_ADDED) and self._may_prove(name, [*chosen, factor])
             if not chosen or factor.group in {one.group for one in chosen} or not is_affordable:
                 continue
             found = self.measurer.measure(name, together(chosen), together([*chosen, factor]), most=8, has_to_pay=True)
@@ -217,7 +219,7 @@ class Search:
         undecided = list(best.values())
         name = f"undecided {names_of(undecided)} beside {names_of(chosen)}"
         changed = [*chosen, *undecided]
-        if not undecided or not self.measurer.may_begin(name, _UNTIL_ADDED) or not self._may_prove(changed):
+        if not undecided or not self.measurer.may_begin(name, _UNTIL_ADDED) or not self._may_prove(name, changed):
             return chosen
         found = self.measurer.measure(name, together(chosen), together(changed), most=24, width=0.02, has_to_pay=True)
         self.outcome.added[names_of(undecided)] = found

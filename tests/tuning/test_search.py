@@ -247,6 +247,15 @@ def test_what_starts_too_slowly_to_be_proven_gives_way_to_what_can_be(world, tmp
         assert not refused
 
 
+def test_a_search_that_has_ended_gives_the_same_when_its_time_is_over(world, tmp_path):
+    world.start_seconds = {"compile": 55}
+    first = run(tmp_path, 2400)
+    with open(tmp_path / "journal.jsonl", "a") as file:
+        file.write(json.dumps({"name": "another", "cut_at": None, "result": {"seconds": 2300.0}}) + "\n")
+    again = run(tmp_path, 2400)
+    assert names(first) == names(again) == ["compile", "precision"]
+
+
 def test_without_a_winner_changes_alone_are_tried_for_longer(world, tmp_path):
     world.speed, found = {"compile": 1.5}, {}
     for is_early in (False, True):
