@@ -87,7 +87,7 @@ class Measurer:
         return name in self.journal or self._passed() <= until
 
     def may_prove(self, name: str, factors: Sequence[Factor], start_seconds: float) -> bool:
-        """Return whether there is a result, or time to measure changes that start for some seconds and to prove them."""
+        """Return whether there is a result, or time to measure changes that start for some seconds and prove them."""
         if self.project.serves or name in self.journal:
             return True
         kinds = {factor.kind for factor in factors}
