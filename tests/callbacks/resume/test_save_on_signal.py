@@ -65,8 +65,8 @@ def test_a_run_in_a_thread_says_that_signals_do_not_reach_it(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     run = trainer(tmp_path, SaveOnSignal(), enable_checkpointing=False, max_steps=1)
     thread = threading.Thread(target=run.fit, args=(BoringModel(),))
-    thread.start()
     with pytest.warns(UserWarning, match="SaveOnSignal does nothing in this run: it trains in a thread"):
+        thread.start()
         thread.join()
     assert run.global_step == 1
     assert signal.getsignal(signal.SIGTERM) == before
