@@ -13,6 +13,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of
@@ -24,6 +25,13 @@ _RATES = ("lr", "weight_decay", "eta_min", "eta_max", "base_lr", "momentum", "ep
 _COUNTS = ("accumulate_grad_batches", "check_val_every_n_epoch", "step_size", "val_check_interval")
 _LOWEST = {"patience": 0, "cooldown": 0, "num_sanity_val_steps": -1}
 _LARGEST_SEED = 2**32 - 1  # of NumPy
+_LOADERS = {
+    "fit": "train_dataloader",
+    "validate": "val_dataloader",
+    "export": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
 _SECTIONS = ("model", "data", "optimizer", "lr_scheduler", "trainer")
 
 
@@ -96,6 +104,20 @@ def _require_groups(value: Any, place: str) -> None:
             if is_dataclass(parameter.default) and part is not None and not isinstance(part, Namespace):
                 raise UsageError(not_options(f"{place}.{name}", part, cls))
             _require_groups(part, f"{place}.{name}")
+
+
+def require_data(subcommand: str, model: L.LightningModule, data: L.LightningDataModule | None) -> None:
+    """Reject a run without data: no ``--data``, and a model that makes no loader itself.
+
+    Raises:
+        UsageError: with how to give data.
+    """
+    loader = _LOADERS[subcommand]
+    if data is None and not is_overridden(loader, model):
+        raise UsageError(
+            f"no data: {type(model).__name__} has no {loader}(); give a datamodule, such as --data DigitsDataModule, or "
+            "your own, as in --data my_file.MyData"
+        )
 
 
 def require_even_processes(trainer: L.Trainer) -> None:

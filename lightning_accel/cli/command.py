@@ -45,6 +45,7 @@ from lightning_accel.cli.checkpoints import (
 from lightning_accel.cli.checks import (
     MonitorCheck,
     report_unused_schedule,
+    require_data,
     require_even_processes,
     require_groups,
     require_seed,
@@ -303,6 +304,7 @@ class AccelCLI(LightningCLI):
 
     def after_instantiate_classes(self) -> None:
         leave_group_at_exit()  # Lightning's own strategies do not
+        require_data(self.subcommand, self.model, self.datamodule)
         require_names(self.trainer)
         require_even_processes(self.trainer)
         require_writable(self.trainer)

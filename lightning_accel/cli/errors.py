@@ -159,7 +159,10 @@ def explain(message: str) -> str:
         files = [path.stem for path in Path.cwd().glob("*.py")]
         return f"{where}: no module {found[1]!r}{nearest(found[1], files)}\nYour own are looked for in {Path.cwd()}"
     if found := re.search(r"module '([^']+)' has no attribute '([^']+)'", message):
-        return f"{where}: module {found[1]} has no {found[2]!r}{nearest(found[2], dir(sys.modules.get(found[1])))}"
+        hint = nearest(found[2], dir(sys.modules.get(found[1])))
+        if found[2] == "py":
+            hint = f"; leave out .py, as in {found[1]}.MyClass"
+        return f"{where}: module {found[1]} has no {found[2]!r}{hint}"
     if classes and (found := re.search(r"arguments are required: (.+)", message)):
         missing = [f"{where}.{name.strip()}" for name in found[1].split(",")]
         options = " ".join(f"--{name} ..." for name in missing)
@@ -169,7 +172,7 @@ def explain(message: str) -> str:
         )
     if found := re.search(r"does not correspond to a subclass of (\S+)", message):
         return f"{where}: expected a {found[1]}, got {_given_value(message)}"
-    looked_up = re.search(r"Expected a dot import path string: (\S+)", message)
+    looked_up = re.search(r"(?:Expected a dot import path string|Unexpected import path format): (\S+)", message)
     if looked_up and (_base_class(where) or not _expected_types(message)):
         name = looked_up[1]
         return f"{where}: no class {name!r}{_nearest_class(where, name)}\nName your own as in my_file.MyClass"

@@ -115,9 +115,12 @@ def diagnose(seen: "Examined", folder: Path | str = ".") -> Diagnosis:
         seen: what was seen of the run.
         folder: a folder on the disk whose speed counts.
     """
+    from lightning.pytorch.utilities import rank_zero_info
+
     from lightning_accel.diagnosis.findings import find_slowness
     from lightning_accel.measure import part_times, share_of_peak
 
+    rank_zero_info("doctor: measure this machine, in less than 20 s")
     machine, rates = describe_machine(), measure_rates(folder, device=seen.device)
     step_s = sum(part_times(seen.steps).values()) / 1000
     share = None if not seen.flops else share_of_peak(seen.flops, step_s, rates, seen.multiplies_in)

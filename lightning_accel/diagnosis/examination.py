@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
@@ -360,6 +361,7 @@ def examine(
         trainer.profiler = watch.steps  # type: ignore[attr-defined]
         trainer.callbacks += [counter, memory, watch]  # type: ignore[attr-defined]  # set by a connector
         loaders = {"datamodule": data} if isinstance(data, L.LightningDataModule) else {"train_dataloaders": data}
+        rank_zero_info(f"doctor: train with instruments for {watch.timed_from} batches, then for about {seconds:g} s")
         with warnings.catch_warnings():
             # the count of operations hooks all modules for one batch
             warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")

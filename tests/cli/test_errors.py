@@ -52,6 +52,12 @@ WRONG = [
     ([*OURS, "--model.num_expert=3"], r"no option 'num_expert'; did you mean 'experts.num_experts'\?\nIt has: num_"),
     (["fit", *OFF, "--model=MoEClasifier"], r"model: no class 'MoEClasifier'; did you mean 'MoEClassifier'\?"),
     (["fit", *OFF, "--model=own_module.OwnModul"], r"own_module has no 'OwnModul'; did you mean 'OwnModule'\?"),
+    (["fit", *OFF, "--model=own_module.py:OwnModule"], r"no class 'own_module.py:OwnModule'\nName your own as in my_f"),
+    (["fit", *OFF, "--model=MoEClassifier"], r"no data: MoEClassifier has no train_dataloader\(\); give a datamodule"),
+    (
+        ["fit", *OFF, "--model=own_module.py.OwnModule"],
+        r"own_module has no 'py'; leave out .py, as in own_module.MyClass",
+    ),
     (["fit", *OFF, "--model=own_modul.OwnModule"], r"no module 'own_modul'; did you mean 'own_module'\?"),
     (["fit", *OFF, "--model=torch.nn.Linear"], r"model: expected a LightningModule, got torch.nn.Linear"),
     ([*OURS, "--model.optimizer=AdmW"], r"model.optimizer: no class 'AdmW'; did you mean 'AdamW'\?"),

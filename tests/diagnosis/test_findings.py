@@ -388,9 +388,11 @@ def test_a_run_that_is_too_short_says_so():
 
 
 @pytest.mark.slow
-def test_a_diagnosis_is_told_written_and_drawn(monkeypatch, clock, run_folder, capsys, tmp_path_factory):
+def test_a_diagnosis_is_told_written_and_drawn(monkeypatch, clock, run_folder, capsys, caplog, tmp_path_factory):
     monkeypatch.setattr("lightning_accel.diagnosis.diagnosing.measure_rates", lambda folder, device=None: RATES)
     found = doctor(lambda: (trainer_of(), Sleeping(callbacks=0.01, forward=0.01), rows(8)), seconds=0.2)
+    assert "train with instruments for 6 batches, then for about 0.2 s" in caplog.text
+    assert "measure this machine" in caplog.text
     assert isinstance(found, Diagnosis)
     assert found.share_of_peak == pytest.approx(found.run.flops / sum(part_times(found.run.steps).values()) * 1e3 / 2e9)
     found.print()

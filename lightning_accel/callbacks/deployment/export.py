@@ -17,14 +17,13 @@ from lightning_accel.callbacks.deployment.copies import WholeCopy, run_folder, r
 from lightning_accel.callbacks.deployment.deployed import (
     Deployed,
     dry_run,
-    evaluate,
     find_deployed,
     reasons_left_out,
     require_deployable,
     require_validation,
 )
 from lightning_accel.callbacks.deployment.loaders import undistributed
-from lightning_accel.callbacks.deployment.report import AT_FIRST, VALIDATED, complete_row, shrunk_from
+from lightning_accel.callbacks.deployment.report import AT_FIRST, VALIDATED, complete_row, shrunk_from, validated
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of, move_last
 from lightning_accel.compress.calls import Inputs, Run, device_of, smallest_call
@@ -275,8 +274,8 @@ class Export(L.Callback):
             comparable = name not in files or self.postprocess is None or isinstance(self.postprocess, Probabilities)
             if not row.note and comparable and self.max_length is None:
                 progress(f"validates {name}", if_slow=True)
-                metrics = evaluate(copied, loader, deployed.name, judged[name], limits, datamodule)
-                row = row._replace(metrics=metrics)
+                options = {"limit_batches": limits, "datamodule": datamodule}
+                row = validated(row, copied, loader, deployed.name, judged[name], **options)
             report.add(row._replace(file_bytes=self.exported.file_bytes) if name in files else row)
         call = smallest_call(deployed.module, deployed.inputs[0])
         report.layers = describe_layers(deployed.module, *call, reasons_left_out(trainer, deployed.name))

@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_info
@@ -19,7 +20,7 @@ from lightning_accel.callbacks.deployment.deployed import (
 )
 from lightning_accel.callbacks.deployment.loaders import undistributed
 from lightning_accel.callbacks.fit_end import failures_as_warnings
-from lightning_accel.compress.calls import Run, device_of, num_samples, smallest_call
+from lightning_accel.compress.calls import Run, device_of, first_line, num_samples, smallest_call
 from lightning_accel.compress.report.forms import measure_forms, plain_forms
 from lightning_accel.compress.report.macs import count_macs
 from lightning_accel.compress.report.progress import Progress
@@ -107,13 +108,26 @@ class CompressionReport(L.Callback):
             if not row.note:
                 progress(f"validates {name}", if_slow=True)
                 run = None if plain[name] is found.module else plain[name]
-                row = row._replace(metrics=evaluate(copied, loader, found.name, run, datamodule=datamodule))
+                row = validated(row, copied, loader, found.name, run, datamodule=datamodule)
             form = plain[name]  # compiled ones have no file
             report.add(row._replace(file_bytes=saved_bytes(form) if isinstance(form, nn.Module) else None))
         report.layers = describe_layers(
             found.module, *smallest_call(found.module, found.inputs[0]), reasons_left_out(trainer, found.name)
         )
         return report
+
+
+def validated(row: Row, copied: L.LightningModule, loader: Any, name: str, run: Run | None, **options: Any) -> Row:
+    """Return the row of a form, ``run``, with its metrics by :func:`evaluate`, or with a note if the form fails.
+
+    Compilers can fail at the size of the last batch, which no call before had.
+    """
+    try:
+        return row._replace(metrics=evaluate(copied, loader, name, run, **options))
+    except Exception as error:
+        if run is None:  # the model as it is
+            raise
+        return row._replace(note=f"fails in validation: {first_line(error)}", status="failed")
 
 
 def shrunk_from(copy: WholeCopy, found: Deployed) -> nn.Module | None:

@@ -406,16 +406,17 @@ def _require_strategy(strategy: Strategy) -> None:
 
 
 def _format_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Format a table of layers with their remaining weights, one per line."""
+    """Format a table of layers with their remaining weights and, of channels and other parts, how many are left."""
     width = max([len(row["name"]) for row in rows] + [5])
     lines = [f"{'layer':<{width}}  {'weights':>12}  {'not zero':>12}  {'sparsity':>8}"]
-    total = {"name": "total", "parameters": 0, "nonzero": 0}
+    total = {"name": "total", "parameters": 0, "nonzero": 0, "note": ""}
     for row in rows:
         total["parameters"] += row["parameters"]
         total["nonzero"] += row["nonzero"]
     for row in [*rows, total]:
         sparsity = 1 - row["nonzero"] / max(row["parameters"], 1)
-        lines.append(f"{row['name']:<{width}}  {row['parameters']:>12,}  {row['nonzero']:>12,}  {sparsity:>8.4f}")
+        numbers = f"{row['parameters']:>12,}  {row['nonzero']:>12,}  {sparsity:>8.4f}"
+        lines.append(f"{row['name']:<{width}}  {numbers}  {row['note']}".rstrip())
     return "\n".join(lines)
 
 

@@ -6,6 +6,7 @@ import warnings
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -54,6 +55,35 @@ def test_zeros_are_counted_and_shapes_are_the_same(tmp_path):
     fit(tmp_path, seen, Pruning(0.5, schedule="one_shot", scope="layer"))
     assert [row.name for row in seen.report.rows] == ["fp32 eager", "bf16 eager"]
     assert seen.report.rows[0].nonzero == 32 * 12 + 12 + 6 * 10 + 10
+
+
+class WholeBatches(nn.Linear):
+    """Has no kernel of bfloat16 for the last batch, as compilers may have none."""
+
+    def forward(self, x):
+        if x.dtype == torch.bfloat16 and len(x) == 3:
+            raise RuntimeError("no kernel for 3 rows\nand a long trace")
+        return super().forward(x)
+
+
+class OfWholeBatches(BoringModel):
+    def __init__(self):
+        super().__init__()
+        self.layer = WholeBatches(32, 2)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/mean", self.layer(batch).mean())
+
+
+def test_a_form_that_fails_in_validation_has_a_note(tmp_path):
+    seen, loader = CompressionReport(compiled=False, seconds=0.02), DataLoader(RandomDataset(32, 11), 8)
+    trainer = L.Trainer(max_steps=1, accelerator="cpu", logger=False, enable_progress_bar=False, callbacks=[seen],
+                        enable_checkpointing=False, enable_model_summary=False, default_root_dir=tmp_path)  # fmt: skip
+    trainer.fit(OfWholeBatches(), loader, loader)
+    eager, bfloat16 = seen.report.rows
+    assert eager.metrics
+    assert bfloat16.note == "fails in validation: RuntimeError: no kernel for 3 rows"
+    assert bfloat16.status == "failed"
 
 
 class OfGraphs(L.LightningModule):

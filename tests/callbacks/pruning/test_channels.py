@@ -1,4 +1,5 @@
 import copy
+import logging
 
 import lightning as L
 import pytest
@@ -73,9 +74,10 @@ def sizes(module):
     return [one.shape[0] for one in module.parameters() if one.ndim > 1]
 
 
-def test_channels_are_removed_and_all_that_is_left_trains_on():
+def test_channels_are_removed_and_all_that_is_left_trains_on(caplog):
     module = Own()
-    callback, trainer = fit(module)
+    with caplog.at_level(logging.INFO):
+        callback, trainer = fit(module)
     assert sizes(module) == [4, 6, 5, 3]
     assert module.net[3].in_channels == module.net[1].num_features == 4
     assert module.net[8].in_features == 24
@@ -87,7 +89,9 @@ def test_channels_are_removed_and_all_that_is_left_trains_on():
     assert callback.is_final_phase
     assert callback.sparsity() == 0.5
     assert callback.left_out == {"net.10.weight": "the module's output"}
-    assert [row["note"] for row in callback.report_rows()] == [f"{n} of {2 * n} channels left" for n in (4, 6, 5)]
+    notes = [f"{n} of {2 * n} channels left" for n in (4, 6, 5)]
+    assert [row["note"] for row in callback.report_rows()] == notes
+    assert all(note in caplog.text for note in notes)
 
 
 class Around(L.Callback):
