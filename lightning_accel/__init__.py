@@ -1,5 +1,8 @@
 """Layers, models, data, callbacks and strategies for PyTorch Lightning, for faster, larger and compressed models.
 
+Begin with :func:`tune` and :func:`doctor` for a faster run; :class:`Pruning`, :class:`Quantization` and :class:`Export`
+make a model smaller. ``help(lightning_accel.tune)`` is about one of them alone.
+
 Importing the package imports nothing else, not even torch; each public name is imported on first use. The names are
 those of ``__init__.pyi``, which type checkers read; all others are found in their packages.
 """

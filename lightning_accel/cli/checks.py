@@ -106,17 +106,17 @@ def _require_groups(value: Any, place: str) -> None:
             _require_groups(part, f"{place}.{name}")
 
 
-def require_data(subcommand: str, model: L.LightningModule, data: L.LightningDataModule | None) -> None:
+def require_data(subcommand: str | None, model: L.LightningModule, data: L.LightningDataModule | None) -> None:
     """Reject a run without data: no ``--data``, and a model that makes no loader itself.
 
     Raises:
         UsageError: with how to give data.
     """
-    loader = _LOADERS[subcommand]
-    if data is None and not is_overridden(loader, model):
+    loader = _LOADERS.get(subcommand or "")
+    if loader is not None and data is None and not is_overridden(loader, model):
         raise UsageError(
-            f"no data: {type(model).__name__} has no {loader}(); give a datamodule, such as --data DigitsDataModule, or "
-            "your own, as in --data my_file.MyData"
+            f"no data: {type(model).__name__} has no {loader}(); give a datamodule, such as --data DigitsDataModule, "
+            "or your own, as in --data my_file.MyData"
         )
 
 

@@ -64,10 +64,14 @@ def test_a_signal_in_the_sanity_check_is_obeyed_after_the_first_step(tmp_path, b
 def test_a_run_in_a_thread_says_that_signals_do_not_reach_it(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     run = trainer(tmp_path, SaveOnSignal(), enable_checkpointing=False, max_steps=1)
-    thread = threading.Thread(target=run.fit, args=(BoringModel(),))
-    with pytest.warns(UserWarning, match="SaveOnSignal does nothing in this run: it trains in a thread"):
+
+    def fit_in_thread():
+        thread = threading.Thread(target=run.fit, args=(BoringModel(),))
         thread.start()
         thread.join()
+
+    with pytest.warns(UserWarning, match="SaveOnSignal does nothing in this run: it trains in a thread"):
+        fit_in_thread()
     assert run.global_step == 1
     assert signal.getsignal(signal.SIGTERM) == before
 
