@@ -17,17 +17,31 @@ _BFLOAT16 = {
     "Bfloat16Precision": Changes(precision={"Bfloat16Precision": {}}),
 }
 _SPARSE = Changes(sparsity={"exclude": None})
-_FIRST_ON_CUDA = (
-    "num_workers",
-    "matmul_precision",
-    "precision=bf16",
-    "strategy",
-    "channels_last",
-    "fused_optimizer",
-    "compile=children, compile_mode=reduce-overhead",
-    "compile",
-)
-_LAST_ON_CUDA = "compile=children, compile_mode=max-autotune"
+# what most runs gain by, the most first; of a group, the order is that of simplicity
+_LOADING = "persistent_workers", "num_workers", "prefetch_factor", "batched_fetch"
+_FIRST = {
+    "cpu": (
+        "precision=bf16-mixed",
+        "fused_rnn",
+        "fused_messages",
+        "attention=native",
+        "keep_freed_memory",
+        "native_dropout",
+        "fused_optimizer",
+        "channels_last",
+        "batched_fetch",
+    ),
+    "cuda": (
+        "matmul_precision",
+        "precision=bf16",
+        "strategy",
+        "channels_last",
+        "fused_optimizer",
+        "compile=children, compile_mode=reduce-overhead",
+        "compile",
+    ),
+}
+_LAST = {"cpu": "compile", "cuda": "compile=children, compile_mode=max-autotune"}
 _SLOW_LOADING = 0.6  # share of a step, from which on a change to loading gains most; a GPU computes in the meantime
 _PREFETCH = 8  # batches ahead of a step, which level out items that take unequally long
 
@@ -65,23 +79,20 @@ class Refusal:
 def factors_for(facts: Mapping[str, Any], wait_share: float) -> list[Factor | Refusal]:
     """Return what can be tried on a run, and what cannot; what to try first comes first.
 
-    On the CPU that is what starts fast. On a GPU each change takes about as long to start, so that it is what most runs
-    gain by.
+    That is what most runs gain by. Compilation comes last on the CPU, where it starts much more slowly than the others.
 
     Args:
         facts: see :func:`lightning_accel.tuning.recorder.facts_of`.
         wait_share: share of a step that the run waits for data.
     """
-    found = list(_factors_for(facts, wait_share))
-    if facts["device"] != "cuda":
-        return found
-    loads_slowly = wait_share > _SLOW_LOADING
-    first = [name for name in _FIRST_ON_CUDA if name != "num_workers" or loads_slowly]
+    device = "cuda" if facts["device"] == "cuda" else "cpu"
+    first = (*(_LOADING if wait_share > _SLOW_LOADING else ()), *_FIRST[device])
 
-    def place(one: Factor | Refusal) -> int:
-        return next((number for number, name in enumerate(first) if one.name.startswith(name)), len(first))
+    def place(one: Factor | Refusal) -> tuple[bool, int]:
+        found = (number for number, name in enumerate(first) if one.name.startswith(name))
+        return one.name.startswith(_LAST[device]), next(found, len(first))
 
-    return sorted(found, key=lambda one: (one.name == _LAST_ON_CUDA, place(one)))
+    return sorted(_factors_for(facts, wait_share), key=place)
 
 
 def _factors_for(facts: Mapping[str, Any], wait_share: float) -> Iterator[Factor | Refusal]:

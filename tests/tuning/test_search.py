@@ -342,11 +342,11 @@ def test_small_gains_that_intervals_leave_undecided_are_taken_together(world, tm
     outcome = run(tmp_path)  # intervals reach 2 % to either side
     assert names(outcome) == ["channels_last", "optimizer", "precision"]
     assert not outcome.added["fused_optimizer"].wins
-    assert outcome.added["channels_last, fused_optimizer"].ratio.value == pytest.approx(1.014 * 1.013)
+    assert outcome.added["fused_optimizer, channels_last"].ratio.value == pytest.approx(1.014 * 1.013)
     world.speed["fused_optimizer"] = 1.002
     outcome = run(tmp_path / "less")
     assert names(outcome) == ["precision"]
-    assert outcome.added["channels_last, fused_optimizer"].reason == "no difference that the interval shows"
+    assert outcome.added["fused_optimizer, channels_last"].reason == "no difference that the interval shows"
     world.speed = {"channels_last": 1.015, "fused_optimizer": 1.015}
     outcome = run(tmp_path / "alone")
     assert names(outcome) == ["channels_last", "optimizer"]
@@ -919,9 +919,17 @@ def test_dropout_is_found_in_layers(module, expected):
     assert has_dropout(module) == expected
 
 
-def test_a_budget_goes_first_to_what_starts_fast():
-    tried_in_turn = [one.group for one in factors_for(FACTS, 0.2) if isinstance(one, Factor)]
-    assert set(tried_in_turn[-2:]) == {"compile"}
+@pytest.mark.parametrize(
+    ("waited", "first"),
+    [
+        (0.2, ["precision=bf16-mixed", "fused_rnn", "fused_messages", "keep_freed_memory", "fused_optimizer"]),
+        (0.7, ["num_workers=1", "num_workers=2", "batched_fetch", "precision=bf16-mixed", "fused_rnn"]),
+    ],
+)
+def test_a_budget_goes_first_to_what_most_runs_gain_by_and_last_to_what_starts_slowly(waited, first):
+    tried_in_turn = [one for one in factors_for(FACTS, waited) if isinstance(one, Factor)]
+    assert [one.name for one in tried_in_turn[:5]] == first
+    assert {one.group for one in tried_in_turn[-2:]} == {"compile"}
 
 
 @pytest.mark.parametrize(("waited", "first"), [(0.2, "matmul_precision=high"), (0.7, "num_workers=1")])
