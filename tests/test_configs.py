@@ -115,6 +115,7 @@ def test_run_reaches_what_it_promises(command, name, figure, least, most):
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_rbm_bars_comes_within_two_nats_of_larger_pictures(command):
     path = next(path for path in CONFIGS if path.stem == "rbm_bars")
     assert (

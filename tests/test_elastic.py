@@ -113,6 +113,7 @@ def test_the_manifest_fits_its_schema(manifest):
         assert_fits(manifest, "KubeflowOrgV1PyTorchJob", "manifest")
 
 
+@pytest.mark.weekly
 def test_the_command_of_the_manifest_goes_on_when_a_process_is_killed(folder, whole, manifest):  # noqa: F811
     [container] = manifest["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
     policy = manifest["spec"]["elasticPolicy"]

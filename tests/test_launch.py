@@ -158,6 +158,7 @@ WATCHDOG = ("--trainer.callbacks+=lightning_accel.callbacks.Watchdog", "--traine
             "--trainer.callbacks.on_hang=end")  # fmt: skip
 
 
+@pytest.mark.weekly
 def test_a_stopped_rank_ends_those_that_wait_for_it_and_all_are_started_again(folder, whole):
     launcher = torchrun(
         folder, "--ckpt_path=auto", "--model.pause=0.1", *WATCHDOG, launcher=("--standalone", "--max-restarts=1")
@@ -198,7 +199,8 @@ def whole_state(folder: Path) -> dict:
     return torch.load(folder / "whole.pt", weights_only=True)
 
 
-@pytest.mark.parametrize("dies_while", [pytest.param("it uploads", marks=pytest.mark.weekly), "it writes"])
+@pytest.mark.weekly
+@pytest.mark.parametrize("dies_while", ["it uploads", "it writes"])
 def test_a_rank_lost_while_a_checkpoint_is_written_in_the_background(folder, tmp_path_factory, dies_while):
     """Shards go to a store in threads; one process is killed, and the run goes on from the newest whole checkpoint."""
     ends = []

@@ -43,7 +43,6 @@ OFTEN = {
     "accel_fsdp2, sharded",
     "accel_pipeline",
     "stages of a belief network",
-    "adapters over 4 bits",
 }
 
 

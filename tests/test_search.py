@@ -26,7 +26,10 @@ def search(script, folder, *options):
     return float(re.search(r"best val/accuracy: (\d\.\d+), with .*dropout", done.stdout)[1])
 
 
-@pytest.mark.parametrize("script", ["optuna_search.py", "ray_tune.py", "ray_train.py"])
+@pytest.mark.parametrize(
+    "script",
+    ["optuna_search.py", *(pytest.param(name, marks=pytest.mark.weekly) for name in ("ray_tune.py", "ray_train.py"))],
+)
 def test_wrong_options_are_told_once(tmp_path, script):
     pytest.importorskip("optuna_integration")
     pytest.importorskip("ray")

@@ -137,6 +137,7 @@ def test_ops_are_built_once_and_registered(cache, tmp_path, monkeypatch, compile
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_a_changed_header_means_another_library(cache, tmp_path, compiler):
     first = NativeLibrary("native_changed", sources(tmp_path / "src", "native_changed")).build("DEFAULT")
     library = NativeLibrary("native_changed", sources(tmp_path / "src", "native_changed", factor=5))
@@ -442,6 +443,7 @@ def test_leftovers_of_builds_that_were_killed_go(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_processes_that_build_at_once_share_one_build(cache, tmp_path, compiler):
     """One is killed in the middle; of two that come then, one builds, and the other waits."""
     counting = program(

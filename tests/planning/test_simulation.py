@@ -98,6 +98,7 @@ def test_all_on_two_processes(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_all_on_four_processes(tmp_path):
     strategies = ("ddp", "sharded", "checkpointing", "two shards")
     cells = [(kind, strategy) for kind in ("dense", "experts", "recurrent") for strategy in strategies]

@@ -79,7 +79,9 @@ def test_a_process_leaves_its_group_at_exit_once_a_run_began(monkeypatch, enviro
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["AccelDDPStrategy", "PipelineStrategy", "FullyShardedStrategy"])
+@pytest.mark.parametrize(
+    "name", ["AccelDDPStrategy", pytest.param("PipelineStrategy", marks=pytest.mark.weekly), "FullyShardedStrategy"]
+)
 def test_a_run_without_its_first_process_ends(name, tmp_path):
     script = (
         "import lightning as L, torch\n"

@@ -228,7 +228,12 @@ def obey_interrupts():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "line"), [(signal.SIGKILL, "identity"), (signal.SIGTERM, "identity"), (signal.SIGINT, "baseline")]
+    ("number", "line"),
+    [
+        pytest.param(signal.SIGKILL, "identity", marks=pytest.mark.weekly),
+        (signal.SIGTERM, "identity"),
+        pytest.param(signal.SIGINT, "baseline", marks=pytest.mark.weekly),
+    ],
 )
 def test_no_process_and_no_folder_stays_behind(tmp_path, number, line):
     """A terminal sends SIGINT to all processes of the group."""

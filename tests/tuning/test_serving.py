@@ -236,6 +236,7 @@ def test_latency_of_a_function_is_tuned_for_real(tmp_path, command, run_folder):
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_latency_of_a_config_has_the_weights_of_its_checkpoint(command, run_folder, tmp_path):
     run = ("--config", str(CONFIG), "--trainer.accelerator", "cpu")
     fit = command("fit", *run, "--trainer.max_epochs", "1", "--trainer.limit_train_batches", "2")

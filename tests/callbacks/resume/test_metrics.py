@@ -203,8 +203,8 @@ def test_a_run_that_is_stopped_again_and_again(tmp_path):
     [
         {},
         {"scheduler": "plateau val", "accumulated": 2},
-        {"scheduler": "plateau train", "val_check_interval": 2},
-        {"scheduler": "plateau val", "max_steps": 13, "max_epochs": -1},
+        pytest.param({"scheduler": "plateau train", "val_check_interval": 2}, marks=pytest.mark.weekly),
+        pytest.param({"scheduler": "plateau val", "max_steps": 13, "max_epochs": -1}, marks=pytest.mark.weekly),
         {"check_val_every_n_epoch": 2, "max_epochs": 4},
     ],
 )

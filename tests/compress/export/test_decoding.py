@@ -220,7 +220,8 @@ def test_export_after_a_fit(tmp_path):
 
 
 @SLOW
-@pytest.mark.parametrize("one_file", [2**31, pytest.param(10_000, marks=pytest.mark.weekly)], ids=["one_file", "split"])
+@pytest.mark.weekly
+@pytest.mark.parametrize("one_file", [2**31, 10_000], ids=["one_file", "split"])
 def test_the_decoder_is_written_in_the_form_that_is_fastest_at_a_token(one_file, tmp_path, monkeypatch, uncompiled):
     """Float weights of more than ``one_file`` bytes are in a file of their own, as above 2 GB."""
     pytest.importorskip("transformers")
