@@ -37,7 +37,8 @@ class ConvolutionLayers:
         norm: kind of norm after each convolution: of a ``batch``, a ``layer``, a ``graph`` (Cai et al. 2021,
             https://arxiv.org/abs/2009.03294) or ``none``. By default ``graph`` for models that mark nodes, and
             ``batch`` for others. Few nodes are marked, and in regular graphs all others are equal, so that the running
-            statistics of a batch norm are too coarse in evaluation: it stays at the most frequent class.
+            statistics of a batch norm are too coarse in evaluation: it stays at the most frequent class. Without marks,
+            graphs whose nodes are all equal need ``layer`` or ``none``.
         dropout: share of the features that is dropped after each convolution, in training.
         attention_heads: heads of an attention of all nodes of a graph to each other, beside each convolution; both, a
             perceptron after their sum, residuals and norms make a block of GPS (Rampášek et al. 2022,

@@ -409,7 +409,7 @@ class RelationalGNN(SupervisedModel):
             rank_zero_warn(
                 "the nodes of each graph of the first batch have equal features and degrees, so that those of a graph "
                 "stay almost equal. Running statistics of a batch norm, the default, are too coarse for that: training "
-                "may succeed and validation stay at chance. Set layers.norm='layer', or 'batch' to keep it"
+                "may succeed and validation stay at chance. Set layers.norm='layer' or 'none', or 'batch' to keep it"
             )
 
     def _mark_generator(self) -> torch.Generator | None:
