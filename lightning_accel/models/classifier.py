@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_accel.models.hooks import hint_at_removed_channels, name_classes
+from lightning_accel.models.hooks import hint_at_removed_channels, name_classes, targets_of_scores
 from lightning_accel.nn.features import require_floating, require_rows, require_width
 from lightning_accel.ops.names import list_of_sizes
 from lightning_accel.ops.renames import renamed_arguments
@@ -101,19 +101,21 @@ class Classifier(L.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, target = batch
-        loss = F.cross_entropy(self(x), target)
+        logits = self(x)
+        loss = F.cross_entropy(logits, targets_of_scores(target, logits, batch_idx, "train"))
         self.log("train/loss", loss)
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self._evaluate(batch, "val", self.val_accuracy)
+        self._evaluate(batch, batch_idx, "val", self.val_accuracy)
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self._evaluate(batch, "test", self.test_accuracy)
+        self._evaluate(batch, batch_idx, "test", self.test_accuracy)
 
-    def _evaluate(self, batch: tuple[Tensor, Tensor], stage: str, accuracy: Metric) -> None:
+    def _evaluate(self, batch: tuple[Tensor, Tensor], batch_idx: int, stage: str, accuracy: Metric) -> None:
         x, target = batch
         logits = self(x)
+        target = targets_of_scores(target, logits, batch_idx, stage)
         accuracy(logits, target)
         self.log(f"{stage}/loss", F.cross_entropy(logits, target), batch_size=len(target), sync_dist=True)
         self.log(f"{stage}/accuracy", accuracy, prog_bar=True)

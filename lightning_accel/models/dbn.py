@@ -31,7 +31,6 @@ from lightning_accel.models.dbn_stages import (
     data_statistics,
     make_stack,
     redistribute_states,
-    require_classes,
     require_options,
     require_schedule,
     require_sizes_from_below,
@@ -44,6 +43,7 @@ from lightning_accel.models.hooks import (
     keep_plain_hyperparameters,
     list_of_str,
     require_class_names,
+    require_classes,
     take_from_datamodule,
 )
 from lightning_accel.nn.boltzmann.rbm import RBM, Visible
@@ -375,6 +375,10 @@ class DeepBeliefNetwork(EvaluatedNetwork):
         set_parameter_(head.weight, weight)
         set_parameter_(head.bias, bias)
 
+    def after_removal(self) -> None:
+        """Start chains and running means anew, whose sizes are those of the units before a removal of channels."""
+        self.sampling = [stage.start_sampling(self._seed_of(number)) for number, stage in enumerate(self.stages)]
+
     def _seed_of(self, number: int) -> int:
         return torch.initial_seed() % 2**62 + number
 
@@ -383,7 +387,7 @@ class DeepBeliefNetwork(EvaluatedNetwork):
         num_known = 0
         if self._needs_classes:
             classes = classes_of(batch)
-            require_classes(classes, len(first_of(batch)), self.num_classes or 0)
+            require_classes(classes, (len(first_of(batch)),), self.num_classes or 0)
             num_known = int((classes != UNKNOWN).sum())
         rows = self._join_labels(self._means_below(batch, number), batch, number)
         self.built_stack.layers[number].require_support(rows, all_rows=False)

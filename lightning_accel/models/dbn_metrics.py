@@ -11,8 +11,8 @@ from torchmetrics import Metric
 from torchmetrics.aggregation import MeanMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_accel.models.dbn_stages import Schedule, require_classes
-from lightning_accel.models.hooks import SizedModel, name_classes
+from lightning_accel.models.dbn_stages import Schedule
+from lightning_accel.models.hooks import SizedModel, name_classes, require_classes
 from lightning_accel.nn.boltzmann.partition import LogZ
 from lightning_accel.nn.boltzmann.rbm import RBM
 from lightning_accel.nn.boltzmann.stack import UNKNOWN, RBMStack
@@ -159,7 +159,7 @@ class EvaluatedNetwork(SizedModel):
         x = first_of(batch)
         classes = classes_of(batch) if self._needs_classes else None
         if classes is not None:
-            require_classes(classes, len(x), self.num_classes or 0, f"{stage} classes")
+            require_classes(classes, (len(x),), self.num_classes or 0, f"{stage} classes")
         scores = None if self.head is None else self(x)
         figures.update(self.built_stack, self._num_trained(), flat(x), scores, classes)
         if figures.log_z_gap is not None:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from lightning_accel.nn.boltzmann.contrastive import ContrastiveDivergence, Sampler
 from lightning_accel.nn.boltzmann.rbm import RBM, Visible
-from lightning_accel.nn.boltzmann.stack import UNKNOWN, RBMStack
+from lightning_accel.nn.boltzmann.stack import RBMStack
 
 Decay: TypeAlias = Literal["linear", "quadratic", "none"]
 Inputs: TypeAlias = Literal["samples", "means"]
@@ -281,17 +281,6 @@ def unsharded(root: object) -> Iterator[None]:
         yield
     finally:
         root.reshard()
-
-
-def require_classes(classes: Tensor, num_samples: int, num_classes: int, name: str = "classes") -> None:
-    """Raise a ValueError unless there is a class for each sample, or -100 where it is unknown."""
-    integers = not classes.is_floating_point() and classes.shape == (num_samples,)
-    known = classes.where(classes != UNKNOWN, 0)
-    if not integers or not 0 <= int(known.min()) <= int(known.max()) < num_classes:
-        raise ValueError(
-            f"{name} must be ({num_samples},) integers in [0, {num_classes}), one for each row, or -100 where it is "
-            f"unknown; got {tuple(classes.shape)} {classes.dtype}, {classes.min().item()} to {classes.max().item()}"
-        )
 
 
 def require_options(

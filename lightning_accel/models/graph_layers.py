@@ -12,7 +12,7 @@ import torch_geometric.nn
 from torch import Tensor, nn
 from torch_geometric.nn import GPSConv, GraphNorm
 from torch_geometric.nn.models.basic_gnn import BasicGNN
-from torch_geometric.utils import scatter
+from torch_geometric.utils import degree, scatter
 
 from lightning_accel.nn.graph_attention import run_gps
 from lightning_accel.nn.relational.layers import RelationalOrder3Pooling, RO3Conv
@@ -37,7 +37,8 @@ class ConvolutionLayers:
         norm: kind of norm after each convolution: of a ``batch``, a ``layer``, a ``graph`` (Cai et al. 2021,
             https://arxiv.org/abs/2009.03294) or ``none``. By default ``graph`` for models that mark nodes, and
             ``batch`` for others. Few nodes are marked, and in regular graphs all others are equal, so that the running
-            statistics of a batch norm are too coarse in evaluation: it stays at the most frequent class.
+            statistics of a batch norm are too coarse in evaluation: it stays at the most frequent class. Without marks,
+            graphs whose nodes are all equal need ``layer`` or ``none``.
         dropout: share of the features that is dropped after each convolution, in training.
         attention_heads: heads of an attention of all nodes of a graph to each other, beside each convolution; both, a
             perceptron after their sum, residuals and norms make a block of GPS (Rampášek et al. 2022,
@@ -298,6 +299,18 @@ def _parameter_names(conv: nn.Module) -> list[str]:
     """Return the parameters of ``conv.forward`` that may be passed by position."""
     kinds = Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD
     return [name for name, parameter in signature(conv.forward).parameters.items() if parameter.kind in kinds]
+
+
+def has_equal_nodes(x: Tensor, edge_index: Tensor, batch: Tensor | None = None) -> bool:
+    """Return whether all nodes of each graph have equal features and degrees.
+
+    >>> has_equal_nodes(torch.ones(3, 1), torch.tensor([[0, 1, 2], [1, 2, 0]]))
+    True
+    """
+    graph = edge_index.new_zeros(len(x)) if batch is None else batch
+    seen = torch.cat([x, degree(edge_index[1], len(x), x.dtype)[:, None]], dim=1)
+    least = scatter(seen, graph, dim=0, reduce="min")
+    return torch.equal(least[graph], seen)
 
 
 class GraphReadout(nn.Module):

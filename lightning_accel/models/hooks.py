@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_accel._private.lightning import has_trainer
+from lightning_accel.data.sequences.batch import IGNORED
 from lightning_accel.nn import GateReport
 from lightning_accel.ops.names import list_of_names
 from lightning_accel.ops.options import options_of
@@ -91,6 +92,52 @@ def require_class_names(names: Sequence[str] | None, num_classes: int | None) ->
     """Raise a ValueError if there are names, but not one for each class."""
     if names is not None and len(names) != num_classes:
         raise ValueError(f"num_classes is {num_classes}, but there are {len(names)} class_names")
+
+
+def require_classes(classes: Tensor, shape: Sequence[int], num_classes: int, name: str = "classes") -> None:
+    """Raise a ValueError unless ``classes`` are integers of this shape, each a class or -100 where it is unknown."""
+    is_of_shape = not classes.is_floating_point() and classes.shape == torch.Size(shape)
+    known = classes.where(classes != IGNORED, 0)
+    if not is_of_shape or (known.numel() and not 0 <= int(known.min()) <= int(known.max()) < num_classes):
+        extent = f", {classes.min().item()} to {classes.max().item()}" if classes.numel() else ""
+        raise ValueError(
+            f"{name} must be {tuple(shape)} integers in [0, {num_classes}), one for each row, or -100 where it is "
+            f"unknown; got {tuple(classes.shape)} {classes.dtype}{extent}{_hint_at_classes(classes, shape)}"
+        )
+
+
+def _hint_at_classes(classes: Tensor, shape: Sequence[int]) -> str:
+    if classes.shape == (*shape, 1):
+        return ". Pass a column of them, target[..., 0]"
+    if classes.shape[:-1] == torch.Size(shape):
+        return ". If each row has a number for each class, pass target.argmax(dim=-1)"
+    return ". If they are whole numbers, convert them with .long()" if classes.is_floating_point() else ""
+
+
+def as_classes(target: Tensor, shape: Sequence[int], num_classes: int, stage: str, *, look: bool = False) -> Tensor:
+    """Convert the classes of a batch of ``stage`` to int64.
+
+    Args:
+        target: integers; -100 where the class is unknown.
+        shape: that the scores need.
+        num_classes: which they must be below.
+        stage: for the message.
+        look: look at the values on a GPU too, which waits for it: for the first batch.
+
+    Raises:
+        ValueError: if they are floating, of another shape, or out of range.
+    """
+    is_seen = (look or target.is_cpu) and not torch.compiler.is_compiling()
+    if target.is_floating_point() or target.shape != torch.Size(shape) or is_seen:
+        require_classes(target, shape, num_classes, f"classes of a batch of {stage}")
+    return target.long()
+
+
+def targets_of_scores(target: Tensor, scores: Tensor, batch_idx: int, stage: str) -> Tensor:
+    """Return what ``F.cross_entropy`` takes for ``scores`` (B, C): classes, or probabilities (B, C) as they are."""
+    if target.is_floating_point() and target.shape == scores.shape:
+        return target
+    return as_classes(target, scores.shape[:1], scores.shape[1], stage, look=batch_idx == 0)
 
 
 def is_logging_step(module: L.LightningModule) -> bool:

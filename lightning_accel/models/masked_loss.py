@@ -11,7 +11,7 @@ from torchmetrics.functional.classification import binary_auroc
 from torchmetrics.utilities import dim_zero_cat
 
 from lightning_accel.data.sequences.batch import IGNORED
-from lightning_accel.models.hooks import SizedModel, is_logging_step
+from lightning_accel.models.hooks import SizedModel, as_classes, is_logging_step
 from lightning_accel.ops.float32 import at_least_float32
 
 ValueLoss: TypeAlias = Literal["squared", "absolute", "logistic"]
@@ -99,6 +99,7 @@ class SupervisedModel(SizedModel):
     """
 
     target_kind: str | None
+    num_classes: int | None
     num_targets: int | None
 
     def __init__(self) -> None:
@@ -147,9 +148,15 @@ class SupervisedModel(SizedModel):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Count the valid targets on all processes, before a strategy splits the batch further."""
-        valid = is_valid(self._target(batch, "train")).sum().float()
+        target = self._target(batch, "train")
+        self._require_classes(target, "train", batch_idx)
+        valid = is_valid(target).sum().float()
         count = self.trainer.strategy.reduce(valid, reduce_op="mean").clamp(min=1)
         self._valid_per_sample = count / self._num_samples(batch)
+
+    def _require_classes(self, target: Tensor, stage: str, batch_idx: int) -> None:
+        if batch_idx == 0 and self.num_classes is not None and not target.is_floating_point():
+            as_classes(target, target.shape, self.num_classes, stage, look=True)
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         measured, num_samples = self._masked_loss(batch, "train"), self._num_samples(batch)
@@ -178,9 +185,11 @@ class SupervisedModel(SizedModel):
             metric.set_dtype(torch.float32)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._require_classes(self._target(batch, "val"), "val", batch_idx)
         self._evaluate(batch, "val", self.val_loss, self.val_score)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
+        self._require_classes(self._target(batch, "test"), "test", batch_idx)
         self._evaluate(batch, "test", self.test_loss, self.test_score)
 
     def _evaluate(self, batch: Any, stage: str, loss: MeanMetric, score: MeanMetric) -> None:

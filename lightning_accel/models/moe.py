@@ -22,6 +22,7 @@ from lightning_accel.models.hooks import (
     list_of_str,
     name_classes,
     require_class_names,
+    targets_of_scores,
 )
 from lightning_accel.nn import ExpertLoad, GateReport, MixtureOfExperts, TopKGate, summarise_load
 from lightning_accel.nn.features import require_floating, require_rows
@@ -186,6 +187,7 @@ class MoEClassifier(SizedModel):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         x, target = batch
         logits, report = self(x)
+        target = targets_of_scores(target, logits, batch_idx, "train")
         loss = F.cross_entropy(logits, target)
         self.train_accuracy.update(logits, target)
         self.epoch_load.update([report])
@@ -221,10 +223,10 @@ class MoEClassifier(SizedModel):
         self.train_accuracy.reset()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self._evaluate(batch, "val", self.val_loss, self.val_accuracy)
+        self._evaluate(batch, batch_idx, "val", self.val_loss, self.val_accuracy)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self._evaluate(batch, "test", self.test_loss, self.test_accuracy)
+        self._evaluate(batch, batch_idx, "test", self.test_loss, self.test_accuracy)
 
     def predict_step(self, batch: Batch | tuple[Tensor] | Tensor, batch_idx: int) -> dict[str, Any]:
         """Return the most probable class of each sample, (B,), its probability, (B,), and ``probabilities``, (B, C).
@@ -234,9 +236,10 @@ class MoEClassifier(SizedModel):
         x = batch if isinstance(batch, Tensor) else batch[0]
         return name_classes(self(x).logits, self.class_names)
 
-    def _evaluate(self, batch: Batch, stage: str, loss: Metric, accuracy: Metric) -> None:
+    def _evaluate(self, batch: Batch, batch_idx: int, stage: str, loss: Metric, accuracy: Metric) -> None:
         x, target = batch
         logits = self(x).logits
+        target = targets_of_scores(target, logits, batch_idx, stage)
         loss.update(F.cross_entropy(logits, target), weight=len(target))
         accuracy.update(logits, target)
         self.log(f"{stage}/loss", loss)

@@ -21,15 +21,23 @@ from lightning_accel.models.graph_layers import (
     GraphLayers,
     GraphReadout,
     NormName,
+    has_equal_nodes,
     make_layers,
 )
 from lightning_accel.models.graph_marking import Marking, choose_marking
-from lightning_accel.models.hooks import keep_plain_hyperparameters, list_of_str, name_classes, require_class_names
+from lightning_accel.models.hooks import (
+    as_classes,
+    keep_plain_hyperparameters,
+    list_of_str,
+    name_classes,
+    require_class_names,
+)
 from lightning_accel.models.masked_loss import MaskedLoss, MeanAUROC, SupervisedModel, masked_loss
 from lightning_accel.nn.features import (
     check_edge_attr,
     check_edge_index,
     require_floating,
+    require_tensors,
     require_width,
     wrong_edge_attr,
 )
@@ -322,27 +330,31 @@ class RelationalGNN(SupervisedModel):
     def forward(
         self,
         x: Tensor,
-        edge_index: Tensor,
+        edge_index: Tensor | None = None,
         edge_attr: Tensor | None = None,
         batch: Tensor | None = None,
         size: int | None = None,
         triangle_index: Tensor | None = None,
+        *,
+        edge_weight: None = None,
     ) -> Tensor:
         """Score graphs, (B, S), or nodes, (N, S).
 
         Args:
             x: (N, F) features of the nodes.
-            edge_index: (2, M) int64.
+            edge_index: (2, M) int64; required.
             edge_attr: (M, edge_dim) floating, or (M,) int64 types; ignored without ``edge_dim`` and ``num_relations``.
             batch: (N,) int64, the graph of each node, ascending; one graph by default.
             size: B, if the last graphs may have no nodes.
             triangle_index: (3, T) int64, if it is known.
+            edge_weight: refused; weights go in ``edge_attr``.
         """
         if self.layers is None:
             raise RuntimeError(
                 "the sizes of this RelationalGNN, or the nodes that 'auto' marks, are not known yet; pass num_features "
                 "and num_classes, and a number of nodes, or train it"
             )
+        edge_index = require_tensors("RelationalGNN", x, edge_index, edge_weight, "edge_dim=1 when it is made")
         if self.num_features:
             require_width(self, x, "num_features", self.num_features, "x (N, {})", ndim=2)
         require_floating(self, x, "x", self.layers.parameters())
@@ -387,6 +399,18 @@ class RelationalGNN(SupervisedModel):
         if wrong := wrong_edge_attr(edge_attr, num_edges, self.edge_dim, self.num_relations):
             raise ValueError(f"RelationalGNN needs {wrong}")
         return edge_attr
+
+    def on_train_batch_start(self, batch: Data, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if batch_idx or self.current_epoch or self.convolutions.norm is not None or self.marking.num_nodes:
+            return
+        x, edge_index, edge_attr, graph, *_ = self._inputs(batch)
+        if self.convolutions.num_layers and edge_attr is None and has_equal_nodes(x, edge_index, graph):
+            rank_zero_warn(
+                "the nodes of each graph of the first batch have equal features and degrees, so that those of a graph "
+                "stay almost equal. Running statistics of a batch norm, the default, are too coarse for that: training "
+                "may succeed and validation stay at chance. Set layers.norm='layer' or 'none', or 'batch' to keep it"
+            )
 
     def _mark_generator(self) -> torch.Generator | None:
         """Create a generator for the marks of training, since processes that are seeded alike would mark equal nodes.
@@ -463,7 +487,12 @@ class RelationalGNN(SupervisedModel):
         target = batch.y
         if target is None:
             raise ValueError(f"RelationalGNN needs a target y in each batch of {stage}; got {batch}")
-        if self.target_kind != "classification" and not target.is_floating_point():
+        if self.target_kind == "classification":
+            assert self.num_classes is not None
+            num_rows = self._num_samples(batch) if self.level == "graph" else batch.num_nodes
+            target = target.view(-1) if target.ndim == 0 or target.shape[1:] == (1,) else target
+            target = as_classes(target, (num_rows,), self.num_classes, stage)
+        elif not target.is_floating_point():
             target = target.float().masked_fill(target == IGNORED, torch.nan)
         if self.target_kind == "multilabel" and target.is_cpu:
             require_labels(target, f"a batch of {stage}")
@@ -472,7 +501,7 @@ class RelationalGNN(SupervisedModel):
         if mask is not None:
             mask = mask.view(-1, *[1] * (target.ndim - 1))
             target = torch.where(mask, target, torch.nan if target.is_floating_point() else IGNORED)
-        return (target.view(-1) if self.target_kind == "classification" else target)[rows]
+        return target[rows]
 
     def _target_index(self, batch: Data) -> Tensor | slice:
         """Return the index of the outputs that have targets."""

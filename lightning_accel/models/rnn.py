@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from lightning_accel._private.lightning import has_trainer
 from lightning_accel._private.torch import tree_leaves, tree_map
 from lightning_accel.data.sequences.batch import IGNORED, SequenceBatch
-from lightning_accel.models.hooks import keep_plain_hyperparameters, list_of_str, name_classes, require_class_names
+from lightning_accel.models.hooks import (
+    as_classes,
+    keep_plain_hyperparameters,
+    list_of_str,
+    name_classes,
+    require_class_names,
+)
 from lightning_accel.models.masked_loss import MaskedLoss, SupervisedModel, masked_loss
 from lightning_accel.nn.recurrent.block import RecurrentBlock, require_block_parts
 from lightning_accel.nn.recurrent.dynamic import DynamicRNN
@@ -363,7 +369,12 @@ class SequenceModel(SupervisedModel):
 
     def _target(self, batch: Any, stage: str) -> Tensor:
         assert self.target_kind is not None
-        return _target_of(SequenceBatch(*batch), self.target_kind)
+        batch = SequenceBatch(*batch)
+        target = _target_of(batch, self.target_kind)
+        if self.target_kind not in ("classification", "labelling"):
+            return target
+        assert self.num_classes is not None
+        return as_classes(target, batch.x.shape[: 2 if self.target_kind == "labelling" else 1], self.num_classes, stage)
 
     def _num_samples(self, batch: Any) -> int:
         return len(batch[0])

@@ -14,7 +14,7 @@ from torch_geometric.transforms import AddRandomWalkPE
 from lightning_accel import ExactResume, GraphDataModule, RelationalGNN
 from lightning_accel.data import AddRelationalTriples, GeneratedGraphs, GraphBatches, GraphLayout
 from lightning_accel.models import ConvolutionLayers, Marking
-from lightning_accel.models.graph_layers import GraphBlock
+from lightning_accel.models.graph_layers import GraphBlock, has_equal_nodes
 from lightning_accel.models.masked_loss import MeanAUROC
 from lightning_accel.strategies import PipelineStrategy
 from tests.ranks import run_ranks
@@ -479,7 +479,8 @@ def test_a_subclass_has_a_step_of_its_own():
         def readout_sum(self):
             return list(self.parameters())[-1].sum()
 
-    model = Constant(1, 2, **GRAPHS, layers=ConvolutionLayers(dim=4), optimizer=lambda p: torch.optim.SGD(p, lr=0.5))
+    layers = ConvolutionLayers(dim=4, norm="layer")
+    model = Constant(1, 2, **GRAPHS, layers=layers, optimizer=lambda p: torch.optim.SGD(p, lr=0.5))
     model.configure_model()
     before = [value.clone() for value in model.parameters()]
     trainer(max_steps=2).fit(model, Graphs(triangles_and_hexagons()))
@@ -591,11 +592,29 @@ def test_all_marks_can_train_at_once():
 
 
 def test_can_be_fitted_after_a_validation():
-    model, data = RelationalGNN(1, 2, **GRAPHS, layers=ConvolutionLayers(dim=4)), Graphs(triangles_and_hexagons(4))
+    model = RelationalGNN(1, 2, **GRAPHS, layers=ConvolutionLayers(dim=4, norm="layer"))
+    data = Graphs(triangles_and_hexagons(4))
     run = trainer(max_steps=2)
     run.validate(model, data, verbose=False)
     run.fit(model, data)
     assert 0 <= run.callback_metrics["val/accuracy"] <= 1
+
+
+@pytest.mark.parametrize("norm", ["layer", "batch", None])
+def test_the_default_norm_warns_of_graphs_whose_nodes_are_equal(norm, recwarn):
+    """Their batch norm is another in evaluation: the accuracy with its running statistics stays at chance."""
+    model = RelationalGNN(1, 2, **GRAPHS, layers=ConvolutionLayers(dim=4, num_layers=1, norm=norm))
+    trainer(max_epochs=2, limit_val_batches=0).fit(model, DataLoader(triangles_and_hexagons(4), batch_size=4))
+    found = [str(one.message) for one in recwarn if "Set layers.norm='layer'" in str(one.message)]
+    assert len(found) == (norm is None)
+
+
+def test_nodes_are_equal_within_each_graph():
+    triangle, path = torch.tensor([[0, 1, 2], [1, 2, 0]]), torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]])
+    graphs = Batch.from_data_list([Data(torch.full((3, 1), value), triangle) for value in (1.0, 2.0)])
+    assert has_equal_nodes(graphs.x, graphs.edge_index, graphs.batch)
+    assert not has_equal_nodes(graphs.x, graphs.edge_index)
+    assert not has_equal_nodes(torch.ones(3, 1), path)
 
 
 def test_stored_triangles_are_those_that_count():

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_accel._private.torch import ConvBase, ConvTransposeBase, NormBase
 from lightning_accel.compress.uncompiled import uncompiled
-from lightning_accel.nn import DynamicRNN, MixtureOfExperts
+from lightning_accel.nn import RBM, DynamicRNN, MixtureOfExperts
 from lightning_accel.nn.recurrent.layer import RecurrentLayer
 from lightning_accel.ops.names import clean_name
 from lightning_accel.strategies.checkpoints.reading import read_checkpoint
@@ -133,6 +133,8 @@ def _size_attributes(
 ) -> dict[str, int | tuple[int, ...]]:
     """Return the size attributes of a module of torch, or of this library, for the given shapes of its parameters."""
     weight = shapes.get("weight", [])
+    if isinstance(owner, RBM) and weight:
+        return {"num_hidden": weight[0]}
     if isinstance(owner, nn.Linear) and weight:
         return {"out_features": weight[0], "in_features": weight[1]}
     if type(owner).__name__ == "Conv1D" and "nf" in vars(owner) and weight:  # a linear layer of transformers

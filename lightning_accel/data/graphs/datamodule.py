@@ -329,7 +329,10 @@ class GraphDataModule(L.LightningDataModule):
     def _source_name(self) -> str:
         if self.task is not None:
             return f"the task {self.task}"
-        return str(self.path) if self.path else f"the dataset {self.datasets[0]}"
+        if self.path:
+            return str(self.path)
+        given: Any = self.datasets[0]
+        return f"the dataset of {len(given)} graphs" if isinstance(given, list | tuple) else f"the dataset {given}"
 
     def _read(self) -> tuple[GraphSplits, FileGraphs | None, list[Any] | None]:
         """Return graphs and splits, the graphs of a file if there is one, and those before transforms, for digests."""

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn.inits import reset
 
 from lightning_accel._private.torch import compiled_original
-from lightning_accel.nn.features import check_edge_attr, check_edge_index, require_floating
+from lightning_accel.nn.features import check_edge_attr, check_edge_index, require_floating, require_tensors
 from lightning_accel.nn.relational.copies import (
     Copies,
     GraphLayout,
@@ -153,13 +153,17 @@ class RelationalPooling(nn.Module):
     def forward(
         self,
         x: Tensor,
-        edge_index: Tensor,
+        edge_index: Tensor | None = None,
         edge_attr: Tensor | None = None,
         batch: Tensor | None = None,
         size: int | None = None,
         generator: Generator | None = None,
+        *,
+        edge_weight: None = None,
     ) -> Tensor:
         """Compute the mean of :meth:`estimate`, with the number of tuples of training or evaluation."""
+        takes_edges = "a base_gnn whose forward has edge_attr"
+        edge_index = require_tensors(type(self).__name__, x, edge_index, edge_weight, takes_edges)
         samples = self.train_samples if self.training else self.samples
         whole = self.training and samples is not None
         return self._estimate(x, edge_index, edge_attr, batch, size, samples, generator, in_one_pass=whole).mean
@@ -282,7 +286,11 @@ class RelationalPooling(nn.Module):
         instead = "If it is batch, pass it by name: batch=batch"
         check_edge_attr(type(self).__name__, edge_attr, len(x), edge_index.shape[1], instead)
         if edge_attr is not None and "edge_attr" not in self._takes:
-            raise ValueError(f"edge_attr was given, and {type(self.base_gnn).__name__}.forward has none: leave it out")
+            raise ValueError(
+                f"edge_attr was given, and {type(compiled_original(self.base_gnn) or self.base_gnn).__name__} takes "
+                "none: leave it out, or take a base_gnn whose forward has edge_attr. Of the models of PyTorch "
+                "Geometric GAT and PNA take it, made with edge_dim"
+            )
         if batch is None:
             batch = edge_index.new_zeros(len(x))
             size = 1 if size is None else size
@@ -331,7 +339,9 @@ def _optional_inputs(base_gnn: nn.Module) -> frozenset[str]:
             f"base_gnn is called with x, edge_index, and edge_attr and batch where it has them; "
             f"{type(inner).__name__}.forward has {', '.join(names) or 'no named parameters'}"
         )
-    return frozenset(names[2:]) & {"edge_attr", "batch"}
+    takes = frozenset(names[2:]) & {"edge_attr", "batch"}
+    # PyG's GIN, GCN and GraphSAGE have edge_attr in their signature, and drop it
+    return takes if getattr(inner, "supports_edge_attr", True) else takes - {"edge_attr"}
 
 
 def _mark_nodes(x: Tensor, copies: Copies) -> Tensor:

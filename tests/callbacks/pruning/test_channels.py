@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_accel import Classifier, ExactResume, MoEClassifier, SequenceModel
 from lightning_accel.callbacks.pruning.callback import Pruning
 from lightning_accel.compress import load_pruned
-from lightning_accel.models import Experts, RecurrentLayers
+from lightning_accel.models import DeepBeliefNetwork, Experts, FineTuning, RecurrentLayers, Stage
 from tests.callbacks.resume.test_exact_resume import SaveAt
 from tests.ranks import run_ranks
 from tests.zoo import ZOO
@@ -351,6 +351,16 @@ def test_what_cannot_work_is_refused():
 
     with pytest.raises(TypeError, match="needs a validation_step"):
         fit(Silent())
+
+
+def test_chains_of_a_belief_network_start_anew_where_its_units_are_removed():
+    fine_tuning = FineTuning("classifier", epochs=1)
+    model = DeepBeliefNetwork(72, [8], [Stage(epochs=1, sampler="pcd")], fine_tuning=fine_tuning, num_classes=3)
+    rows = TensorDataset(IMAGES.tensors[0].sigmoid().flatten(1), IMAGES.tensors[1])
+    fit(model, rows=rows, max_steps=-1, max_epochs=2, prune=pruning(end=2, every_n_steps=1))
+    rbm = model.stack.layers[0]
+    assert rbm.num_hidden == len(rbm.weight) == 4
+    assert model.head.in_features == 4
 
 
 def test_width_of_a_residual_stream(tmp_path):

@@ -143,3 +143,10 @@ def test_edge_type_of_a_dataset_is_the_type_of_an_edge():
     assert "edge_attr" not in graphs[0]
     both = ready(given(edge_type=lambda graph: torch.zeros(4).long(), edge_attr=lambda graph: torch.randn(4, 2)))
     assert (both.num_relations, both.edge_dim) == (None, 2)
+
+
+def test_errors_name_a_list_of_graphs_by_their_number():
+    with pytest.raises(ValueError, match="y of the dataset of 2 graphs holds one class only"):
+        GraphDataModule(
+            dataset=[Data(edge_index=torch.tensor([[0], [1]]), num_nodes=2, y=torch.tensor([1])) for _ in range(2)]
+        ).setup()

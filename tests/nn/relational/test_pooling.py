@@ -464,7 +464,7 @@ def test_refuses_inputs():
         pooling(x, edge_index, batch=batch[:2])
     with pytest.raises(ValueError, match="x must be floating"):
         pooling(x.long(), edge_index)
-    with pytest.raises(ValueError, match="forward has none: leave it out"):
+    with pytest.raises(ValueError, match="takes none: leave it out"):
         RelationalPooling(Sequential("x, edge_index", [(nn.Linear(2, 3), "x -> x")]))(x, edge_index, torch.ones(1, 1))
     with pytest.raises(TypeError, match=r"called with x, edge_index.*Linear.forward has input"):
         RelationalPooling(nn.Linear(2, 2))
