@@ -37,7 +37,6 @@ from lightning_accel.nn.features import (
     check_edge_attr,
     check_edge_index,
     require_floating,
-    require_tensors,
     require_width,
     wrong_edge_attr,
 )
@@ -330,31 +329,27 @@ class RelationalGNN(SupervisedModel):
     def forward(
         self,
         x: Tensor,
-        edge_index: Tensor | None = None,
+        edge_index: Tensor,
         edge_attr: Tensor | None = None,
         batch: Tensor | None = None,
         size: int | None = None,
         triangle_index: Tensor | None = None,
-        *,
-        edge_weight: None = None,
     ) -> Tensor:
         """Score graphs, (B, S), or nodes, (N, S).
 
         Args:
             x: (N, F) features of the nodes.
-            edge_index: (2, M) int64; required.
+            edge_index: (2, M) int64.
             edge_attr: (M, edge_dim) floating, or (M,) int64 types; ignored without ``edge_dim`` and ``num_relations``.
             batch: (N,) int64, the graph of each node, ascending; one graph by default.
             size: B, if the last graphs may have no nodes.
             triangle_index: (3, T) int64, if it is known.
-            edge_weight: refused; weights go in ``edge_attr``.
         """
         if self.layers is None:
             raise RuntimeError(
                 "the sizes of this RelationalGNN, or the nodes that 'auto' marks, are not known yet; pass num_features "
                 "and num_classes, and a number of nodes, or train it"
             )
-        edge_index = require_tensors("RelationalGNN", x, edge_index, edge_weight, "edge_dim=1 when it is made")
         if self.num_features:
             require_width(self, x, "num_features", self.num_features, "x (N, {})", ndim=2)
         require_floating(self, x, "x", self.layers.parameters())

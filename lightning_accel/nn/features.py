@@ -70,30 +70,6 @@ def _takes(layer: nn.Module, size: str, width: int, shape: str) -> str:
     return f"{type(layer).__name__}({size}={width}) takes {shape.format(width)}"
 
 
-def require_tensors(name: str, x: Any, edge_index: Tensor | None, edge_weight: object, takes_edges: str) -> Tensor:
-    """Return ``edge_index``; refuse a graph given in place of its tensors, and weights of edges by a name of their own.
-
-    Args:
-        name: of what is called.
-        x: first argument, a tensor unless it is wrong.
-        edge_index: second argument, None if it is missing.
-        edge_weight: None unless it was passed.
-        takes_edges: what else is needed for ``edge_attr``, for the message.
-    """
-    if not isinstance(x, Tensor) and hasattr(type(x), "num_nodes"):  # a Data of PyG
-        raise TypeError(
-            f"{name} takes the tensors of a graph, x and edge_index; got a {type(x).__name__}. Pass data.x, "
-            "data.edge_index"
-        )
-    if edge_weight is not None:
-        raise TypeError(
-            f"{name} has no edge_weight: pass edge_attr=edge_weight[:, None], a column of features, and {takes_edges}"
-        )
-    if edge_index is None:
-        raise TypeError(f"{name} needs x and edge_index; got no edge_index")
-    return edge_index
-
-
 def check_edge_index(name: str, edge_index: Any) -> None:
     """Raise a ValueError unless ``edge_index`` is a dense (2, M) int64 tensor; its values are not checked."""
     needed = f"{name} needs edge_index (2, M) int64"

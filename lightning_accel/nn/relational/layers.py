@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import Linear, MessagePassing
 
 from lightning_accel._private.others import explained_edges
-from lightning_accel.nn.features import check_edge_attr, check_edge_index, require_tensors, require_width
+from lightning_accel.nn.features import check_edge_attr, check_edge_index, require_width
 from lightning_accel.nn.relational.kernels import MAPS, ProductKernel, make_edge_weights
 from lightning_accel.nn.relational.rooted import rooted_features
 from lightning_accel.nn.relational.sums import (
@@ -23,7 +23,6 @@ from lightning_accel.ops.names import list_of_names
 from lightning_accel.ops.triples.cache import triples_of
 from lightning_accel.ops.triples.find import Triples
 
-_EDGE_DIM = "edge_dim=1 when it is made"
 TripleType: TypeAlias = Literal["triangle", "wedge", "edge", "empty"]
 
 
@@ -109,27 +108,23 @@ class RelationalOrder3Pooling(nn.Module):
     def forward(
         self,
         x: Tensor,
-        edge_index: Tensor | None = None,
+        edge_index: Tensor,
         edge_attr: Tensor | None = None,
         batch: Tensor | None = None,
         size: int | None = None,
         triples: Triples | None = None,
-        *,
-        edge_weight: None = None,
     ) -> Tensor:
         """Pool ``x`` (N, F) to (B, out_channels).
 
         Args:
             x: (N, F) features of the nodes.
-            edge_index: (2, M) int64; required.
+            edge_index: (2, M) int64.
             edge_attr: (M, edge_dim) floating with ``edge_dim``, or (M,) int64 with ``num_relations``.
             batch: (N,) int64, the graph of each node; None for a single graph.
             size: B; by default the last graph of ``batch`` plus one.
             triples: edges and triangles of the same graph, if they have been computed before: by
                 :func:`lightning_accel.ops.find_triples`, which also takes a stored ``triangle_index``.
-            edge_weight: refused; weights go in ``edge_attr``.
         """
-        edge_index = require_tensors(type(self).__name__, x, edge_index, edge_weight, _EDGE_DIM)
         # called here, so that torch.compile breaks the graph only here
         triples = _checked_triples(self, x, edge_index, triples)
         sums = self.sums(x, edge_index, edge_attr, batch, size, triples)
@@ -253,25 +248,17 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
         ) -> Tensor: ...
 
     def forward(
-        self,
-        x: Tensor,
-        edge_index: Tensor | None = None,
-        edge_attr: Tensor | None = None,
-        triples: Triples | None = None,
-        *,
-        edge_weight: None = None,
+        self, x: Tensor, edge_index: Tensor, edge_attr: Tensor | None = None, triples: Triples | None = None
     ) -> Tensor:
         """Map ``x`` (N, F) to (N, out_channels).
 
         Args:
             x: (N, F) features of the nodes.
-            edge_index: (2, M) int64; required.
+            edge_index: (2, M) int64.
             edge_attr: (M, edge_dim) floating with ``edge_dim``, or (M,) int64 with ``num_relations``.
             triples: edges and triangles of the same graph, if they have been computed before: by
                 :func:`lightning_accel.ops.find_triples`, which also takes a stored ``triangle_index``.
-            edge_weight: refused; weights go in ``edge_attr``.
         """
-        edge_index = require_tensors(type(self).__name__, x, edge_index, edge_weight, _EDGE_DIM)
         triples = _checked_triples(self, x, edge_index, triples)
         require_width(self, x, "in_channels", self.maps.in_channels, "x (N, {})")
         instead = "If it is batch, leave it out: no layer over edges needs it"

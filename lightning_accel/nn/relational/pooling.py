@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn.inits import reset
 
 from lightning_accel._private.torch import compiled_original
-from lightning_accel.nn.features import check_edge_attr, check_edge_index, require_floating, require_tensors
+from lightning_accel.nn.features import check_edge_attr, check_edge_index, require_floating
 from lightning_accel.nn.relational.copies import (
     Copies,
     GraphLayout,
@@ -153,17 +153,13 @@ class RelationalPooling(nn.Module):
     def forward(
         self,
         x: Tensor,
-        edge_index: Tensor | None = None,
+        edge_index: Tensor,
         edge_attr: Tensor | None = None,
         batch: Tensor | None = None,
         size: int | None = None,
         generator: Generator | None = None,
-        *,
-        edge_weight: None = None,
     ) -> Tensor:
         """Compute the mean of :meth:`estimate`, with the number of tuples of training or evaluation."""
-        takes_edges = "a base_gnn whose forward has edge_attr"
-        edge_index = require_tensors(type(self).__name__, x, edge_index, edge_weight, takes_edges)
         samples = self.train_samples if self.training else self.samples
         whole = self.training and samples is not None
         return self._estimate(x, edge_index, edge_attr, batch, size, samples, generator, in_one_pass=whole).mean

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import GAT, GCN, GIN, GraphSAGE
 
 from lightning_accel import RelationalGNN
@@ -31,27 +30,6 @@ BATCH = torch.tensor([0, 0, 0, 1, 1])
 def test_batch_is_not_taken_for_edge_attr(layer, instead):
     with pytest.raises(ValueError, match=rf"takes edge_attr third.*int64 \(5,\) with 3 edges and 5 nodes.*{instead}"):
         layer(X, EDGES, BATCH)
-
-
-@pytest.mark.parametrize(
-    "layer",
-    [
-        RO3Conv(3, 4),
-        RelationalOrder3Pooling(3, 4),
-        RelationalPooling(GIN(4, 8, 1)),
-        RelationalGNN(3, 2, level="graph", target_kind="classification"),
-    ],
-)
-def test_graphs_and_weights_of_edges_are_refused_with_what_to_pass(layer):
-    name = type(layer).__name__
-    with pytest.raises(TypeError, match=rf"^{name} takes the tensors .* got a Data. Pass data.x, data.edge_index$"):
-        layer(Data(X, EDGES))
-    with pytest.raises(TypeError, match=rf"^{name} .* got a HeteroData"):
-        layer(HeteroData())
-    with pytest.raises(TypeError, match=rf"^{name} needs x and edge_index; got no edge_index"):
-        layer(X)
-    with pytest.raises(TypeError, match=rf"^{name} has no edge_weight: pass edge_attr=edge_weight\[:, None\]"):
-        layer(X, EDGES, edge_weight=torch.ones(3))
 
 
 @pytest.mark.parametrize("model", [GIN, GCN, GraphSAGE])
