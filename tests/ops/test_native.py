@@ -377,6 +377,7 @@ def test_headers_in_any_folder_of_the_sources_count(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_a_compiler_with_arguments_of_its_own(cache, tmp_path, monkeypatch, compiler):
     """In a folder with a module that is named as one of Python's own."""
     monkeypatch.chdir(tmp_path)

@@ -34,7 +34,7 @@ def server():
     one.stop()
 
 
-@pytest.fixture(params=["new", "forked"])
+@pytest.fixture(params=[pytest.param("new", marks=pytest.mark.weekly), "forked"])
 def any_server(request):
     """Where the processes of variants come from: None for new ones."""
     return None if request.param == "new" else request.getfixturevalue("server")
