@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
@@ -27,10 +27,11 @@ model_selection = import_on_use("sklearn.model_selection")
 LARGEST = 1e30  # the standardization squares it
 _PARQUET_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}  # bytes
 _UNPACKED_PARQUET = "write it without compression and dictionaries"
+TargetKind: TypeAlias = Literal["classification", "regression"]
 A_QUANTITY = (  # ends the message of too many classes
-    "TabularDataModule is for classes, not for quantities. Name a column of classes as target, divide the quantity "
-    "into classes, as pandas.cut does, or predict it with SequenceDataModule, each row a sequence of one step: "
-    "--data.layout '{target_kind: regression, target: COLUMN, step_column: null}'"
+    "TabularDataModule takes them for classes. To predict a quantity, set target_kind='regression' and take "
+    "MoERegressor: --data.target_kind regression --model MoERegressor. For classes, name another column as target, or "
+    "divide the quantity into classes, as pandas.cut does"
 )
 SET_REGRESSION = "for a target that is a quantity, set layout.target_kind to regression"
 _MOST_NUMBERS = 20  # different numbers that may be classes whatever they are
@@ -193,6 +194,24 @@ def read_classes(
             f"one for each split. Merge rare classes, or leave their rows out{uncounted}"
         )
     return labels.astype(np.int64), classes
+
+
+def read_quantity(column: pd.Series, path: Path) -> np.ndarray:
+    """Return the target of each row, a number, (rows,) float64.
+
+    Raises:
+        ValueError: if one is missing, or no number, or all are equal.
+    """
+    require_present(column, path, "Remove those rows, or predict them with predict_path")
+    has_digits = column.astype(str).str.contains(r"\d").any()
+    remedy = "Name a column of numbers as target, or leave target_kind='regression' out, which is for quantities"
+    numbers = as_numbers(column, path, None if has_digits else remedy).to_numpy()
+    if (numbers == numbers[0]).all():
+        raise ValueError(
+            f"the target column {shown(column.name)} of {path} holds one number only, {numbers[0]:g}; two or more are "
+            "needed"
+        )
+    return numbers
 
 
 def require_no_quantity(classes: Sequence[str], are_rare: bool, where: str, quantity: str) -> None:

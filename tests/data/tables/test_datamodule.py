@@ -310,9 +310,9 @@ def test_only_rows_of_the_test_split_may_change_after_a_checkpoint(make, table):
         (
             "kind,x\n" + "".join(f"{i / 8},1\n" for i in range(21)) * 3,
             {},
-            r"21 different numbers, 0.0, 0.125, 0.25 and 18 more; .*not for quantities.*SequenceDataModule",
+            r"21 different numbers, 0.0, 0.125, 0.25 and 18 more; .*target_kind='regression'.*MoERegressor",
         ),
-        ("kind,x\n" + "".join(f"{i},1\n" for i in range(21)), {}, r"21 different numbers.*not for quantities"),
+        ("kind,x\n" + "".join(f"{i},1\n" for i in range(21)), {}, r"21 different.*--data.target_kind regression"),
         (
             "kind,width\n" + "oak,1\nash,2\n" * 9 + "oak,wide\n",
             {},

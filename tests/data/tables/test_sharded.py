@@ -12,7 +12,7 @@ import torch
 
 from lightning_accel.data import CSVFormat, ShardOptions, TabularDataModule
 from lightning_accel.data.tables import statistics
-from lightning_accel.data.tables.datamodule import _make_encoder
+from lightning_accel.data.tables.encoding import make_encoder
 from lightning_accel.models import MoEClassifier
 
 
@@ -68,7 +68,7 @@ def test_rows_are_encoded_as_scikit_learn_encodes_the_training_rows(tmp_path, fl
             wild=found["wild"].astype(float),
         )
     assert [len(found) for found in splits.values()] == [290, 63, 47]
-    encoder = _make_encoder({name: name not in ("colour", "zone") for name in names}).fit(splits["train"][names])
+    encoder = make_encoder({name: name not in ("colour", "zone") for name in names}).fit(splits["train"][names])
     assert data.feature_names[:5] == names[:5]
     assert data.feature_names[5:8] == ["missingindicator_width", "missingindicator_half", "colour=<missing>"]
     assert data.class_names == ["iris", "rose", "tulip"]
@@ -155,7 +155,7 @@ def test_what_cannot_be_predicted_is_refused_before_training(tmp_path, flowers):
 
 def test_quantities_are_no_classes(tmp_path, flowers):
     folder = folder_of(tmp_path / "rows", changed(flowers, species=pa.array(np.linspace(0, 1, 400))))
-    with pytest.raises(ValueError, match=r"'species' of .* different numbers, 0.*SequenceDataModule"):
+    with pytest.raises(ValueError, match=r"'species' of .* different numbers, 0.*target_kind='regression'"):
         data_of(folder).setup()
 
 
