@@ -258,8 +258,8 @@ class TabularDataModule(InMemoryDataModule):
         fitted = features.iloc[np.concatenate([train, val])]
         columns = [fitted[name].to_numpy() if number else fitted[name].tolist() for name, number in is_number.items()]
         self._digest = digest_of(labels[train], labels[val], *columns)
-        rows, targets = to_tensor(encoder.transform(features)), torch.from_numpy(labels)
-        targets = targets.float() if self._is_quantity else targets
+        rows = to_tensor(encoder.transform(features))
+        targets = torch.from_numpy(labels.astype(np.float32 if self._is_quantity else np.int64))
         self.train_rows, self.val_rows, self.test_rows = (
             BatchTensorDataset(rows[chosen], targets[chosen]) for chosen in (train, val, test)
         )
@@ -325,7 +325,8 @@ class TabularDataModule(InMemoryDataModule):
             return f"target {shown(self.target)} of {self.num_classes} classes, {listed(self.class_names, 5)}"
         assert self.target_mean is not None
         assert self.target_std is not None
-        return f"target {shown(self.target)}, a quantity, {self.target_mean[0]:.4g} +- {self.target_std[0]:.4g}"
+        mean, std = self.target_mean[0], self.target_std[0]
+        return f"target {shown(self.target)}, a quantity of mean {mean:.4g} and standard deviation {std:.4g}"
 
     def _report_columns(self, num_rows: Sequence[int]) -> None:
         """Tell how the columns are read, in a run."""
