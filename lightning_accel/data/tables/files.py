@@ -163,7 +163,7 @@ def require_present(column: pd.Series, path: Path, remedy: str) -> pd.Series:
     """Return ``column``; raise a ValueError that ends in ``remedy`` if it lacks a value."""
     if (missing := column.isna()).any():
         raise ValueError(
-            f"column {shown(column.name)} of {path} lacks {missing.sum()} of {len(column)} values, the first in row "
+            f"column {shown(column.name)} of {path} lacks {missing.sum()} of {len(column)} values, the first in "
             f"{_first_row(missing)}. {remedy}"
         )
     return column
@@ -273,7 +273,7 @@ def holds_numbers(column: pd.Series, path: Path) -> bool:
     if is_text.any() and not is_text.all():
         wrong = is_text.reindex(column.index, fill_value=False)
         raise ValueError(
-            f"{where} holds {shown(str(column[wrong].iloc[0]))} in row {_first_row(wrong)} among numbers; "
+            f"{where} holds {shown(str(column[wrong].iloc[0]))} in {_first_row(wrong)} among numbers; "
             f"mend the value, list it under csv.missing, or list the column under categorical"
         )
     if is_text.any() and present.astype(str).str.fullmatch(r"[-+]?[\d.,' ]*\d[\d.,' ]*[%$€£]?").all():
@@ -302,7 +302,7 @@ def as_numbers(column: pd.Series, path: Path, remedy: str | None = None) -> pd.S
         remedy = remedy or "Mend the value, or list it under csv.missing"
         raise ValueError(
             f"column {shown(column.name)} of {path} must hold numbers of at most {LARGEST:g}; got {shown(first)} in "
-            f"row {_first_row(wrong)}. {remedy}"
+            f"{_first_row(wrong)}. {remedy}"
         )
     return numbers
 
@@ -351,9 +351,9 @@ def split_in_three(
     return train, val, test
 
 
-def _first_row(mask: pd.Series) -> int:
-    """Return the number, from 1, of the first row where ``mask`` is True, not counting the header."""
-    return int(mask.to_numpy().argmax()) + 1
+def _first_row(mask: pd.Series) -> str:
+    """Name the first row where ``mask`` is True, counted as in files of predictions."""
+    return f"row {int(mask.to_numpy().argmax())} (from 0)"
 
 
 def _require_bounded(path: Path) -> None:

@@ -190,8 +190,8 @@ def _block_statistics(blocks: Blocks, is_number: dict[str, bool], target: Target
     if (codes < 0).any():
         raise ValueError(
             f"column {shown(target.name)} of {blocks.name_of(block)} lacks {int((codes < 0).sum())} of {len(codes)} "
-            f"values, the first in its row {int((codes < 0).argmax()) + 1}. Remove those rows, or predict them with "
-            "predict_path"
+            f"values, the first in its row {int((codes < 0).argmax())} (from 0). Remove those rows, or predict them "
+            "with predict_path"
         )
     quantities = Moments()
     if target.is_quantity:

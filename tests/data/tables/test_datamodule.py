@@ -256,7 +256,9 @@ def test_decimal_comma(make):
 
 def test_new_rows_with_a_decimal_comma_are_refused_with_the_option(make, tmp_path):
     (tmp_path / "new.csv").write_text("width;size\n3,5;1\n")
-    with pytest.raises(ValueError, match=r"got '3,5' in row 1\. Set csv\.decimal, as by --data\.csv\.decimal"):
+    with pytest.raises(
+        ValueError, match=r"got '3,5' in row 0 \(from 0\)\. Set csv\.decimal, as by --data\.csv\.decimal"
+    ):
         make("kind;width;size\n" + "oak;1.5;1\nash;2.5;2\n" * 15, exclude=[], predict_path=tmp_path / "new.csv")
 
 
@@ -316,14 +318,18 @@ def test_only_rows_of_the_test_split_may_change_after_a_checkpoint(make, table):
         (
             "kind,width\n" + "oak,1\nash,2\n" * 9 + "oak,wide\n",
             {},
-            r"'width' of .* holds 'wide' in row 19 among numbers",
+            r"'width' of .* holds 'wide' in row 18 \(from 0\) among numbers",
         ),
         (
             "kind,width\n" + "oak,1\nash,2\n" * 9 + "oak,inf\n",
             {},
-            r"'width' of .* numbers of at most 1e\+30; got 'inf' in row 19",
+            r"'width' of .* numbers of at most 1e\+30; got 'inf' in row 18 \(from 0\)",
         ),
-        ("kind,width\n" + "oak,1\nash,2\n" * 9 + ",3\n", {}, r"'kind' of .* lacks 1 of 19 values, the first in row 19"),
+        (
+            "kind,width\n" + "oak,1\nash,2\n" * 9 + ",3\n",
+            {},
+            r"'kind' of .* lacks 1 of 19 values, the first in row 18 \(from 0\)",
+        ),
         ("kind,width\n" + "oak,1\n" * 9, {}, r"one class only, 'oak'"),
         ("kind,width\n" + "oak,1\nash,2\n" * 9 + "elm,3\n", {}, r"'elm' has 1 rows; each needs 3"),
         ("kind,width\n" + "oak,1\nash,2\n" * 3, {"test_share": 0.1}, r"too few rows to split as asked"),
@@ -342,7 +348,11 @@ def test_only_rows_of_the_test_split_may_change_after_a_checkpoint(make, table):
         (",kind,x\n0,oak,1\n" + "1,ash,2\n2,oak,2\n" * 9, {}, r"column without a name.*exclude as 'Unnamed: 0'"),
         ("kind\n" + "oak\nash\n" * 9, {}, r"no column left for features"),
         ("kind,x\n" + 'oak,"1,5"\nash,"2,5"\n' * 9, {}, r"holds '1,5' and the like.*set csv\.decimal.*of thousands"),
-        ("kind,x\n" + "oak,1e300\nash,-1e300\n" * 9, {}, r"numbers of at most 1e\+30; got '1e\+300' in row 1"),
+        (
+            "kind,x\n" + "oak,1e300\nash,-1e300\n" * 9,
+            {},
+            r"numbers of at most 1e\+30; got '1e\+300' in row 0 \(from 0\)",
+        ),
     ],
 )
 def test_bad_files_are_refused(make, content, options, said):
