@@ -35,7 +35,7 @@ def warn_of_columns(features: pd.DataFrame, train: np.ndarray, path: Path) -> No
         numbers = features[name].to_numpy()
         if numbers.dtype != np.float64 or len(numbers) <= _FEWEST_ROWS:
             continue
-        if _counts_rows(numbers):
+        if _counts_rows(numbers) and len(features.columns) > 1 + len(constant):
             rank_zero_warn(
                 f"column {shown(name)} of {path} holds the numbers {numbers.min():g} to {numbers.max():g}, each in one "
                 "row. If they number the rows, list the column under exclude: a model could only learn them by heart"

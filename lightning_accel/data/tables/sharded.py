@@ -141,9 +141,8 @@ class TableEncoder:
             return (rows,)
         column = table[self.target.name]
         if self.target.is_quantity:
-            return rows, torch.from_numpy(
-                quantities_of_column(column, self.target.name, str(self.location))[:, 0]
-            ).float()
+            quantities = quantities_of_column(column, self.target.name, str(self.location))[:, 0]
+            return rows, torch.from_numpy(quantities.astype(np.float32))
         return rows, torch.from_numpy(codes_of_column(column, self._classes))
 
     def collate(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

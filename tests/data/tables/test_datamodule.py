@@ -1,3 +1,5 @@
+import warnings
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -233,6 +235,73 @@ def test_a_run_tells_how_columns_are_read(make, caplog):
         f"{data.path}: target 'kind' of 3 classes, ash, elm, oak; numbers: length, width, wet; categories: colour (3); "
         "left out: key; 42 rows train, 9 validate, 9 test"
     ]
+
+
+def warnings_of(make, frame, **options):
+    """Return the warnings of a run that reads ``frame``."""
+    data = make(frame, **options)
+    del data.train_rows
+    data.trainer = object()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        data.setup()
+    return [str(one.message) for one in caught]
+
+
+def test_columns_that_mean_something_else_are_told(make, table):
+    assert warnings_of(make, table) == []
+    odd = table.assign(
+        nothing=np.nan, same="x", number=np.random.default_rng(0).permutation(60) + 7,
+        code=table["width"].where(table.index % 20 > 0, -999), outlier=table["width"].where(table.index > 0, -999),
+    )  # fmt: skip
+    constant, number, code = warnings_of(make, odd)
+    assert "hold one value in all training rows: nothing, same. Models" in constant
+    assert "column 'number' of" in number
+    assert "holds the numbers 7 to 66, each in one row" in number
+    assert "column 'code' of" in code
+    assert "holds -999 in 3 of 60 rows, far from all" in code
+    assert "csv.missing, as by --data.csv.missing=-999" in code
+    assert warnings_of(make, odd[["number", "kind"]], exclude=[]) == []  # nothing else is left
+
+
+def test_a_quantity_is_read_in_the_unit_of_the_file(make, table):
+    prices = table.assign(price=np.arange(60) * 1000.5)
+    data = make(prices, target="price", target_kind="regression", exclude=["key", "kind"])
+    assert (data.num_targets, data.num_classes, data.class_names) == (1, None, None)
+    targets = [rows.tensors[1] for rows in (data.train_rows, data.val_rows, data.test_rows)]
+    assert sorted(torch.cat(targets).tolist()) == prices["price"].tolist()
+    assert (targets[0].dtype, [len(part) for part in targets]) == (torch.float32, [42, 9, 9])
+    assert data.target_mean == pytest.approx([targets[0].mean().item()])
+    assert data.target_std == pytest.approx([targets[0].std(correction=0).item()])
+    assert data.predict_columns["price"].tolist() == targets[2].tolist()
+    other = make(
+        prices.assign(price=prices["price"] + 1), target="price", target_kind="regression", exclude=["key", "kind"]
+    )
+    with pytest.raises(ValueError, match="digest of the data"):
+        other.load_state_dict(data.state_dict())
+    del data.train_rows
+    data.trainer = object()
+    data.setup()
+    assert "a quantity of mean " in data._describe_target()
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "said"),
+    [
+        ([*range(30), ""], {}, r"'y' of .* lacks 1 of 31 values, the first in row 30 \(from 0\)\. Remove those rows"),
+        (["low", "high"] * 9, {}, r"got 'low' in row 0 .*leave target_kind='regression' out"),
+        (['"1,5"', '"2,5"'] * 9, {}, r"got '1,5' in row 0 .*Set csv\.decimal"),
+        ([*range(30), "inf"], {}, r"got 'inf' in row 30"),
+        ([0.1] * 30, {}, r"one number only, 0\.1"),
+        (range(30), {"csv": {"unlabeled": True}}, r"csv\.unlabeled is for classes"),
+        (range(30), {"target_kind": "number"}, r"target_kind must be one of classification, regression; got 'number'"),
+    ],
+    ids=["missing", "texts", "comma", "infinite", "constant", "unlabeled", "kind"],
+)
+def test_bad_quantities_are_refused(make, values, options, said):
+    content = "x,y\n" + "".join(f"{i % 7},{value}\n" for i, value in enumerate(values))
+    with pytest.raises(ValueError, match=rf"(?s){said}"):
+        make(content, **{"target": "y", "target_kind": "regression", "exclude": [], **options})
 
 
 def test_rows_to_predict_keep_the_columns_that_are_no_features(make, table, tmp_path):

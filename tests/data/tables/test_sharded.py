@@ -159,6 +159,29 @@ def test_quantities_are_no_classes(tmp_path, flowers):
         data_of(folder).setup()
 
 
+def test_quantities_of_a_folder(tmp_path, flowers):
+    numbers = np.linspace(-3, 1000, 400)
+    folder = folder_of(tmp_path / "rows", changed(flowers, species=pa.array(numbers)))
+    data = data_of(folder, target_kind="regression")
+    data.setup()
+    blocks = data._table.splits["train"]
+    of_training = np.concatenate([np.array(blocks.read(block, ["species"])["species"]) for block in range(len(blocks))])
+    assert (data.num_targets, data.class_names) == (1, None)
+    np.testing.assert_allclose(data.target_mean + data.target_std, [of_training.mean(), of_training.std()])
+    found = torch.cat([targets for _, targets in data.test_dataloader()])
+    assert found.dtype == torch.float32
+    assert np.isin(found.numpy(), numbers.astype(np.float32)).all()
+    assert len(found) == data._table.splits["test"].num_rows
+    assert data_of(folder, target_kind="regression").setup() is None  # from the cache
+    for name, column, said in (
+        ("text", ["a", "b"] * 200, "holds texts"),
+        ("same", [0.1] * 400, "one number only, 0.1"),
+    ):
+        wrong = folder_of(tmp_path / name, changed(flowers, species=pa.array(column)))
+        with pytest.raises(ValueError, match=said):
+            data_of(wrong, target_kind="regression").setup()
+
+
 def test_whole_numbers_are_categories_without_a_point_where_some_are_missing(tmp_path, flowers):
     data = data_of(folder_of(tmp_path / "rows", flowers), categorical=["width"])
     data.setup()
