@@ -18,6 +18,7 @@ from lightning_accel.models import Classifier as Classifier
 from lightning_accel.models import DeepBeliefNetwork as DeepBeliefNetwork
 from lightning_accel.models import MoEClassifier as MoEClassifier
 from lightning_accel.models import MoELanguageModel as MoELanguageModel
+from lightning_accel.models import MoERegressor as MoERegressor
 from lightning_accel.models import RelationalGNN as RelationalGNN
 from lightning_accel.models import SequenceModel as SequenceModel
 from lightning_accel.nn import RBM as RBM

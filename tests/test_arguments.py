@@ -11,6 +11,7 @@ MOST = 12
 EXCEPTIONS = {
     "callbacks.deployment.quantization.Quantization",  # one is deprecated
     "callbacks.early_stopping.EarlyStopping",  # deprecated
+    "data.tables.datamodule.TabularDataModule",  # what other datamodules call equally, and the columns of a table
     "callbacks.speedups.Speedups",  # settings that stand alone, and are written by tune
 }
 

@@ -64,6 +64,7 @@ MODULES = {
     "sequence": "SequenceModel",
     "belief_network": "DeepBeliefNetwork",
     "graphs": "RelationalGNN",
+    "regressor": "MoERegressor",
 }
 PRECISIONS = {
     "32-true": dict,
@@ -79,7 +80,9 @@ CALLBACKS = {
     "ours": lambda module, folder: [
         ExactResume(),
         PredictionWriter(folder / "predictions.csv"),
-        *([ExpertLoadMonitor()] if module in ("classifier", "language_model") else []),  # which refuses others
+        *(
+            [ExpertLoadMonitor()] if module in ("classifier", "regressor", "language_model") else []
+        ),  # which refuses others
         *([RBMMonitor()] if module == "belief_network" else []),  # likewise
     ],
     "compression": lambda module, folder: [
@@ -108,6 +111,7 @@ QUICK = [
     Cell("plain", "accel_expert_parallel", "32-true", "ours"),
     Cell("plain", "tensor parallel", "32-true", "Lightning's"),
     Cell("classifier", "accel_expert_parallel", "bf16-mixed", "ours"),
+    Cell("regressor", "accel_pipeline", "32-true", "ours"),
     Cell("graphs", "accel_ddp", "32-true", "calibrated"),
     Cell("language_model", "accel_ddp", "fp16", "ours"),
     Cell("sequence", "accel_pipeline", "32-true", "Lightning's"),
@@ -127,6 +131,8 @@ REFUSED = {  # patterns of messages, by module, strategy and precision
     ("belief_network", "accel_dp", "any"): "DeepBeliefNetwork has one set of chains in each process.*strategy=ddp",
     ("graphs", "accel_expert_parallel", "any"): "RelationalGNN has no layer that holds experts.*'accel_fsdp2'",
     ("graphs", "tensor parallel", "any"): "RelationalGNN has no plan for tensor parallelism.*'accel_fsdp2'",
+    ("regressor", "tensor parallel", "any"): "MoERegressor has no plan for tensor parallelism.*'accel_fsdp2'",
+    ("regressor", "any", "distillation"): "student gives values of shape .*loss='mse'",
     ("classifier", "tensor parallel", "any"): "MoEClassifier has no plan for tensor parallelism.*'accel_fsdp2'",
 }
 

@@ -24,6 +24,7 @@ reveal_type(TreeRNN(4, 8)(x, torch.tensor([-1])))  # tuple[torch._tensor.Tensor,
 reveal_type(la.RO3Conv(4, 8)(x, torch.zeros(2, 0).long()))  # torch._tensor.Tensor
 reveal_type(la.RBM(4, 8)(x))  # torch._tensor.Tensor
 reveal_type(la.MoEClassifier(4, 3, experts=Experts(k=1))(x))  # lightning_accel.models.moe.ClassifierOutput
+reveal_type(la.MoERegressor(4)(x))  # lightning_accel.models.moe.RegressorOutput
 reveal_type(la.SequenceModel(4, 3)(x))  # lightning_accel.models.rnn.SequenceOutput
 """
 

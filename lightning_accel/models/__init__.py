@@ -9,7 +9,7 @@ from lightning_accel.models.dbn_fine_tuning import FineTuning
 from lightning_accel.models.dbn_stages import Stage
 from lightning_accel.models.experts import Experts
 from lightning_accel.models.language_model import Attention, Generation, MoELanguageModel
-from lightning_accel.models.moe import MoEClassifier
+from lightning_accel.models.moe import MoEClassifier, MoERegressor
 from lightning_accel.models.rnn import RecurrentLayers, SequenceModel
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ __all__ = [
     "Marking",
     "MoEClassifier",
     "MoELanguageModel",
+    "MoERegressor",
     "RBMTransformer",
     "RecurrentLayers",
     "RelationalGNN",

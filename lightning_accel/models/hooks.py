@@ -77,7 +77,20 @@ class SizedModel(L.LightningModule):
     def _build(self) -> None:
         raise NotImplementedError
 
+    def on_fit_start(self) -> None:
+        self._sum_in_float32()
+
+    def on_test_epoch_start(self) -> None:
+        self._sum_in_float32()
+
+    def _sum_in_float32(self) -> None:
+        """Undo what a precision of bf16 weights does to metrics, whose sums would stop to grow."""
+        for metric in self.children():
+            if isinstance(metric, Metric) and any(map(_is_narrow, metric.metric_state.values())):
+                metric.set_dtype(torch.float32)
+
     def on_validation_epoch_start(self) -> None:
+        self._sum_in_float32()
         # Trainer.validate leaves metrics with tensors created in inference mode; the validation in fit, which runs
         # outside it, could not update them
         for name, metric in self.named_children():
@@ -86,6 +99,10 @@ class SizedModel(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.make_optimizer(self.parameters())
+
+
+def _is_narrow(state: Any) -> bool:
+    return isinstance(state, Tensor) and state.dtype in (torch.bfloat16, torch.float16)
 
 
 def require_class_names(names: Sequence[str] | None, num_classes: int | None) -> None:
@@ -187,6 +204,15 @@ def take_from_datamodule(module: L.LightningModule, **plain: Callable[[Any], obj
                 f"{type(module).__name__} has {name}={given}, but {type(datamodule).__name__} has {name}={offered}. "
                 f"Leave {name} out to take the datamodule's"
             )
+
+
+def take_unit(module: L.LightningModule, mean: Tensor, std: Tensor, of: str = "target") -> None:
+    """Copy the datamodule's ``target_mean`` and ``target_std``, or those ``of`` something else, if it has both."""
+    datamodule = module.trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+    given = [getattr(datamodule, f"{of}_{name}", None) for name in ("mean", "std")]
+    if not any(value is None for value in given):
+        for buffer, value in zip((mean, std), given, strict=True):
+            buffer.copy_(torch.as_tensor(value))
 
 
 def list_of_str(names: Sequence[object]) -> list[str]:

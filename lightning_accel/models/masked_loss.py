@@ -11,7 +11,7 @@ from torchmetrics.functional.classification import binary_auroc
 from torchmetrics.utilities import dim_zero_cat
 
 from lightning_accel.data.sequences.batch import IGNORED
-from lightning_accel.models.hooks import SizedModel, as_classes, is_logging_step
+from lightning_accel.models.hooks import SizedModel, as_classes, is_logging_step, take_unit
 from lightning_accel.ops.float32 import at_least_float32
 
 ValueLoss: TypeAlias = Literal["squared", "absolute", "logistic"]
@@ -139,12 +139,9 @@ class SupervisedModel(SizedModel):
 
     def on_fit_start(self) -> None:
         """Copy the mean and standard deviation of values from the datamodule, if it provides them."""
-        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
-        of = "feature" if self.target_kind == "forecasting" else "target"
-        given = [getattr(datamodule, f"{of}_{name}", None) for name in ("mean", "std")]
-        if self._has_values and not any(value is None for value in given):
-            for buffer, value in zip(self._unit, given, strict=True):
-                buffer.copy_(torch.as_tensor(value))
+        super().on_fit_start()
+        if self._has_values:
+            take_unit(self, *self._unit, of="feature" if self.target_kind == "forecasting" else "target")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Count the valid targets on all processes, before a strategy splits the batch further."""
@@ -171,18 +168,6 @@ class SupervisedModel(SizedModel):
         if is_logging_step(self):
             self.log("train/loss", loss, prog_bar=True, sync_dist=True, batch_size=num_samples)
         return {"loss": loss, "weight": weight}
-
-    def on_validation_epoch_start(self) -> None:
-        super().on_validation_epoch_start()
-        self._sum_in_float32()
-
-    def on_test_epoch_start(self) -> None:
-        self._sum_in_float32()
-
-    def _sum_in_float32(self) -> None:
-        """Undo what a precision of bf16 weights does to metrics, whose sums would stop to grow."""
-        for metric in (self.val_loss, self.val_score, self.test_loss, self.test_score):
-            metric.set_dtype(torch.float32)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self._require_classes(self._target(batch, "val"), "val", batch_idx)

@@ -1,36 +1,30 @@
-"""Mixture-of-experts classifier. Shapes: B samples, D features, C classes, E experts."""
+"""Mixture-of-experts classifier and regressor. Shapes: B samples, D features, C classes, E experts."""
 
 from collections.abc import Mapping, Sequence
-from operator import index
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
-from torchmetrics import Metric
-from torchmetrics.aggregation import MeanMetric
+from torchmetrics import MeanAbsoluteError, MeanSquaredError, Metric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_accel._private.lightning import has_trainer
 from lightning_accel.models.experts import Experts
 from lightning_accel.models.hooks import (
-    EpochLoad,
-    SizedModel,
-    is_logging_step,
     keep_plain_hyperparameters,
     list_of_str,
     name_classes,
     require_class_names,
+    take_unit,
     targets_of_scores,
 )
-from lightning_accel.nn import ExpertLoad, GateReport, MixtureOfExperts, TopKGate, summarise_load
-from lightning_accel.nn.features import require_floating, require_rows
+from lightning_accel.models.mixture_model import Batch, MixtureModel
+from lightning_accel.nn import GateReport, TopKGate
 from lightning_accel.nn.moe.gating import GateFactory
+from lightning_accel.ops.float32 import at_least_float32
 from lightning_accel.ops.options import options_of, read_options
 from lightning_accel.ops.renames import renamed_arguments
-
-Batch: TypeAlias = tuple[Tensor, Tensor]
 
 
 class ClassifierOutput(NamedTuple):
@@ -40,7 +34,14 @@ class ClassifierOutput(NamedTuple):
     report: GateReport
 
 
-class MoEClassifier(SizedModel):
+class RegressorOutput(NamedTuple):
+    """Hold the values, in the unit of the target, and the report of the gate."""
+
+    values: Tensor  # (B,)
+    report: GateReport
+
+
+class MoEClassifier(MixtureModel):
     """Classify samples by an encoder, a residual mixture that routes each sample to ``k`` experts, and a head.
 
     Batches are pairs of samples, (B, ...) floating, and classes, (B,) int64 in [0, C). The loss is cross entropy plus
@@ -78,7 +79,8 @@ class MoEClassifier(SizedModel):
     """
 
     from_datamodule: ClassVar = {"num_features": int, "num_classes": int, "class_names": list_of_str}
-    unlike_tensor_parallelism = "'accel_expert_parallel', which deals its experts to them"
+    metric_names = ("accuracy",)
+    needed_sizes = "num_features and num_classes"
 
     @renamed_arguments(expert_dim="experts.hidden_dim", **{name: f"experts.{name}" for name in options_of(Experts())})
     def __init__(
@@ -94,40 +96,27 @@ class MoEClassifier(SizedModel):
         class_names: Sequence[str] | None = None,
         optimizer: OptimizerCallable = torch.optim.AdamW,
     ) -> None:
-        super().__init__()
         experts = read_options(Experts, experts)
-        dim, num_experts, k, hidden_dim = map(index, (dim, experts.num_experts, experts.k, experts.hidden_dim))
+        super().__init__(num_features, dim, experts, dropout, gate, encoder, optimizer)
         class_names = None if class_names is None else list_of_str(class_names)
         self.save_hyperparameters(ignore=["encoder", "optimizer"])
         keep_plain_hyperparameters(self)
-        self.num_features = num_features
         self.num_classes = num_classes
         self.class_names = class_names
-        self.balance_weight = experts.balance_weight
-        self.z_weight = experts.z_weight or 0.0
-        self.make_optimizer = optimizer
-        self.dim = dim
-        self.encoder = encoder
-        self.takes_rows = encoder is None  # a given encoder checks its own input
-        self.mixture = MixtureOfExperts(dim, hidden_dim, num_experts, k, gate=gate)
-        self.norm = nn.LayerNorm(dim)
-        self.dropout = nn.Dropout(dropout)
-        self.head: nn.Module | None = None
-        self.expert_load = ExpertLoad([self.mixture.gate])
-        self.epoch_load = EpochLoad(1, num_experts)
         if self._sizes_are_known():
             self.configure_model()
 
-    def _is_built(self) -> bool:
-        return self.head is not None
+    def _num_scores(self) -> int | None:
+        return self.num_classes
 
-    def configure_model(self) -> None:
-        """Build the layers whose sizes may come from the datamodule or a checkpoint, once they are known."""
-        if has_trainer(self) or self._sizes_are_known():  # load_from_checkpoint calls load_state_dict next
-            super().configure_model()
-
-    def _sizes_are_known(self) -> bool:
-        return self.num_classes is not None and (self.encoder is not None or self.num_features is not None)
+    def _read_datamodule(self) -> None:
+        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+        if getattr(datamodule, "num_classes", None) is None and getattr(datamodule, "num_targets", None) is not None:
+            raise ValueError(
+                f"{type(self).__name__} predicts classes, and {type(datamodule).__name__} has a quantity as target. "
+                "Take MoERegressor, or name a column of classes as target and leave target_kind='regression' out"
+            )
+        super()._read_datamodule()
 
     def _require_sizes(self) -> None:
         if not self._sizes_are_known():
@@ -138,30 +127,16 @@ class MoEClassifier(SizedModel):
             )
         require_class_names(self.class_names, self.num_classes)
 
-    def _build(self) -> None:
+    def _build_metrics(self) -> None:
         assert self.num_classes is not None
-        if self.encoder is None:
-            assert self.num_features is not None
-            self.encoder = nn.Sequential(nn.Flatten(), nn.Linear(self.num_features, self.dim), nn.GELU())
-        self.head = nn.Sequential(nn.LayerNorm(self.dim), nn.Linear(self.dim, self.num_classes))
         self.train_accuracy = MulticlassAccuracy(int(self.num_classes), average="micro")
-        self.val_loss, self.val_accuracy = MeanMetric(), self.train_accuracy.clone()
-        self.test_loss, self.test_accuracy = MeanMetric(), self.train_accuracy.clone()
+        self.val_accuracy, self.test_accuracy = self.train_accuracy.clone(), self.train_accuracy.clone()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load, taking sizes that were not given from the shapes in ``state_dict``."""
         if self.head is None and "head.1.weight" in state_dict:
             self.num_classes = len(state_dict["head.1.weight"])
-            if self.encoder is None and "encoder.1.weight" in state_dict:
-                self.num_features = state_dict["encoder.1.weight"].shape[-1]
-            self.configure_model()
         return super().load_state_dict(state_dict, strict, assign)
-
-    def pipeline_layers(self) -> list[nn.Module]:
-        """Return the layers in the order in which ``forward`` calls them, for strategies that split them."""
-        assert self.encoder is not None
-        assert self.head is not None
-        return [self.encoder, self.norm, self.mixture, self.dropout, self.head]
 
     if TYPE_CHECKING:  # Any, as torch declares it
 
@@ -169,64 +144,13 @@ class MoEClassifier(SizedModel):
 
     def forward(self, x: Tensor) -> ClassifierOutput:
         """Score samples ``x`` (B, ...)."""
-        if self.encoder is None or self.head is None:
-            raise RuntimeError("the sizes of this MoEClassifier are not known yet; pass num_features and num_classes")
-        if self.takes_rows:
-            assert self.num_features is not None
-            require_rows(self, x, "num_features", self.num_features)
-            require_floating(self, x, "rows", self.encoder.parameters())
-        features = self.encoder(x)  # (B, D)
-        mixed, report = self.mixture(self.norm(features))
-        logits = self.head(features + self.dropout(mixed))
-        # Here, so that a subclass's own training_step need not do it; and after the last layer, since in a pipeline the
-        # code before it runs on several stages.
-        if self.training:
-            self.expert_load.add([report])
-        return ClassifierOutput(logits, report)
+        return ClassifierOutput(*self._score(x))
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        x, target = batch
-        logits, report = self(x)
-        target = targets_of_scores(target, logits, batch_idx, "train")
-        loss = F.cross_entropy(logits, target)
-        self.train_accuracy.update(logits, target)
-        self.epoch_load.update([report])
-        if is_logging_step(self):
-            self.log("train/loss", loss, prog_bar=True)
-            self.log("train/balance_loss", report.balance_loss)
-        return loss + self.auxiliary_loss(report)
+    def _targets(self, target: Tensor, scores: Tensor, batch_idx: int, stage: str) -> Tensor:
+        return targets_of_scores(target, scores, batch_idx, stage)
 
-    def auxiliary_loss(self, report: GateReport) -> Tensor:
-        """Compute what the gate adds to the loss, ()."""
-        loss = self.balance_weight * report.balance_loss
-        return loss + self.z_weight * report.z_loss if self.z_weight else loss  # skips a backward pass for 0
-
-    def on_fit_start(self) -> None:
-        self.expert_load = ExpertLoad([self.mixture.gate])  # a subclass may have replaced it
-        self.epoch_load = EpochLoad(1, self.mixture.num_experts).to(self.device)
-        self.expert_load.start()
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        statistics = self.expert_load.step()
-        if statistics and is_logging_step(self):
-            self.log_dict({f"train/{name}": value for name, value in summarise_load(statistics).items()})
-            self.expert_load.warn_if_collapsed()
-
-    def on_train_epoch_end(self) -> None:
-        if not self.epoch_load.update_called:  # a subclass's own training_step may not update it
-            return
-        load = self.epoch_load.compute()[0].tolist()
-        figures = {f"train/expert_load_{expert}": share for expert, share in enumerate(load)}
-        figures["train/accuracy"] = self.train_accuracy.compute()
-        self.log_dict(figures, sync_dist=True)  # equal on all processes; sync_dist avoids a warning
-        self.epoch_load.reset()
-        self.train_accuracy.reset()
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self._evaluate(batch, batch_idx, "val", self.val_loss, self.val_accuracy)
-
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self._evaluate(batch, batch_idx, "test", self.test_loss, self.test_accuracy)
+    def _loss(self, scores: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(scores, target)
 
     def predict_step(self, batch: Batch | tuple[Tensor] | Tensor, batch_idx: int) -> dict[str, Any]:
         """Return the most probable class of each sample, (B,), its probability, (B,), and ``probabilities``, (B, C).
@@ -236,11 +160,113 @@ class MoEClassifier(SizedModel):
         x = batch if isinstance(batch, Tensor) else batch[0]
         return name_classes(self(x).logits, self.class_names)
 
-    def _evaluate(self, batch: Batch, batch_idx: int, stage: str, loss: Metric, accuracy: Metric) -> None:
-        x, target = batch
-        logits = self(x).logits
-        target = targets_of_scores(target, logits, batch_idx, stage)
-        loss.update(F.cross_entropy(logits, target), weight=len(target))
-        accuracy.update(logits, target)
-        self.log(f"{stage}/loss", loss)
-        self.log(f"{stage}/accuracy", accuracy, prog_bar=True)
+
+class MoERegressor(MixtureModel):
+    """Predict a quantity of samples by an encoder, a residual mixture of experts as in :class:`MoEClassifier`, a head.
+
+    Batches are pairs of samples, (B, ...) floating, and targets, (B,) floating and finite. The loss is the mean squared
+    error, in standard deviations of the training targets if the datamodule provides them (``target_mean``,
+    ``target_std``), so that a model that always predicts their mean has a loss of about 1, plus what the gate adds.
+    Logged: what :class:`MoEClassifier` logs, with ``train/rmse`` in place of the accuracy; ``loss``, ``rmse`` and
+    ``mae``, the latter two in the unit of the target, under ``val/`` and ``test/``.
+
+    Args:
+        num_features: values in a sample once flattened; by default the datamodule's attribute of that name.
+        dim: width of the encoder's output and of the mixture.
+        experts: the options of the mixture, see :class:`lightning_accel.models.Experts`.
+        dropout: share of the mixture's output that is dropped in training.
+        gate: class or function that creates the gate, called with ``dim``, ``num_experts`` and ``k``; pass it to
+            ``load_from_checkpoint`` again, unless a config named it.
+        encoder: maps samples (B, ...) to (B, ``dim``), which makes ``num_features`` unnecessary; by default flatten,
+            linear layer, GELU. Hyperparameters do not contain it: pass it to ``load_from_checkpoint`` again.
+        optimizer: creates the optimizer; called with the parameters.
+
+    Raises:
+        ValueError: if a size is below 1 or ``k`` not in [1, ``num_experts``]; before a run starts, if ``num_features``
+            is neither given nor provided by the datamodule, or contradicts it, or the datamodule has classes.
+
+    Source: as for :class:`MoEClassifier`.
+
+    Example:
+        >>> model = MoERegressor(num_features=6, dim=8, experts=Experts(hidden_dim=8))
+        >>> model(torch.randn(5, 6)).values.shape
+        torch.Size([5])
+    """
+
+    target_mean: Tensor  # (1,), of the training targets
+    target_std: Tensor
+    from_datamodule: ClassVar = {"num_features": int}
+    metric_names = ("rmse", "mae")
+    needed_sizes = "num_features"
+
+    def __init__(
+        self,
+        num_features: int | None = None,
+        *,
+        dim: int = 128,
+        experts: Experts = Experts(),
+        dropout: float = 0.0,
+        gate: GateFactory = TopKGate,
+        encoder: nn.Module | None = None,
+        optimizer: OptimizerCallable = torch.optim.AdamW,
+    ) -> None:
+        experts = read_options(Experts, experts)
+        super().__init__(num_features, dim, experts, dropout, gate, encoder, optimizer)
+        self.save_hyperparameters(ignore=["encoder", "optimizer"])
+        keep_plain_hyperparameters(self)
+        self.register_buffer("target_mean", torch.zeros(1))
+        self.register_buffer("target_std", torch.ones(1))
+        if self._sizes_are_known():
+            self.configure_model()
+
+    def _num_scores(self) -> int:
+        return 1
+
+    def _read_datamodule(self) -> None:
+        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+        if getattr(datamodule, "num_classes", None) is not None:
+            raise ValueError(
+                f"{type(self).__name__} predicts a quantity, and {type(datamodule).__name__} has classes as target. "
+                "Take MoEClassifier, or target_kind='regression' of TabularDataModule (--data.target_kind regression)"
+            )
+        super()._read_datamodule()
+
+    def _require_sizes(self) -> None:
+        if not self._sizes_are_known():
+            raise ValueError(
+                "MoERegressor needs num_features; got None. Pass it, or train with a datamodule that has an attribute "
+                "so named, as TabularDataModule with target_kind='regression' has"
+            )
+
+    def _build_metrics(self) -> None:
+        for stage in ("train", "val", "test"):
+            self.add_module(f"{stage}_rmse", MeanSquaredError(squared=False))
+        self.val_mae: Metric = MeanAbsoluteError()
+        self.test_mae: Metric = MeanAbsoluteError()
+
+    def on_fit_start(self) -> None:
+        """Copy the mean and standard deviation of targets from the datamodule, if it provides them."""
+        super().on_fit_start()
+        take_unit(self, self.target_mean, self.target_std)
+
+    if TYPE_CHECKING:  # Any, as torch declares it
+
+        def __call__(self, x: Tensor) -> RegressorOutput: ...
+
+    def forward(self, x: Tensor) -> RegressorOutput:
+        """Predict the value of samples ``x`` (B, ...)."""
+        scores, report = self._score(x)
+        return RegressorOutput(at_least_float32(scores).squeeze(dim=1) * self.target_std + self.target_mean, report)
+
+    def _targets(self, target: Tensor, scores: Tensor, batch_idx: int, stage: str) -> Tensor:
+        if target.shape != scores.shape:  # (B, 1) would be broadcast to (B, B)
+            raise ValueError(f"targets must be of shape {tuple(scores.shape)}; got {tuple(target.shape)}")
+        return target
+
+    def _loss(self, scores: Tensor, target: Tensor) -> Tensor:
+        return ((scores - target) / self.target_std).square().mean()
+
+    def predict_step(self, batch: Batch | tuple[Tensor] | Tensor, batch_idx: int) -> dict[str, Tensor]:
+        """Return ``value`` of each sample, (B,), in the unit of the target."""
+        x = batch if isinstance(batch, Tensor) else batch[0]
+        return {"value": self(x).values}

@@ -414,6 +414,7 @@ class SequenceModel(SupervisedModel):
         self._carried.forget("val")
 
     def on_test_epoch_start(self) -> None:
+        super().on_test_epoch_start()
         self._carried.forget("test")
 
     def on_predict_epoch_start(self) -> None:

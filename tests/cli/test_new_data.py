@@ -24,7 +24,18 @@ def graphs(count, *, with_target):
     return lines({"edges": edges[i % 2]} | ({"y": "ab"[i % 2]} if with_target else {}) for i in range(count))
 
 
+def quantities(count, *, with_target):
+    rows = [("length", "price")[: 1 + with_target], *[(i, i / 8)[: 1 + with_target] for i in range(count)]]
+    return "".join(",".join(map(str, row)) + "\n" for row in rows)
+
+
 KINDS = {
+    "quantities": (
+        "MoERegressor",
+        ["--data=TabularDataModule", "--data.target=price", "--data.target_kind=regression"],
+        quantities,
+        ".csv",
+    ),
     "tables": ("MoEClassifier", ["--data=TabularDataModule", "--data.target=species"], table, ".csv"),
     "sequences": ("SequenceModel", ["--data=SequenceDataModule"], sequences, ".jsonl"),
     "graphs": ("RelationalGNN", ["--data=GraphDataModule"], graphs, ".jsonl"),

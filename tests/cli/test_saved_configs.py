@@ -41,7 +41,16 @@ def test_the_checkpoint_counts_in_any_order(command, table, first):
 
 
 @pytest.mark.parametrize(
-    "model", ["Classifier", "DeepBeliefNetwork", "MoEClassifier", "MoELanguageModel", "RelationalGNN", "SequenceModel"]
+    "model",
+    [
+        "Classifier",
+        "DeepBeliefNetwork",
+        "MoEClassifier",
+        "MoELanguageModel",
+        "MoERegressor",
+        "RelationalGNN",
+        "SequenceModel",
+    ],
 )
 def test_default_options_are_written_and_read(command, table, model):
     shown = command("fit", f"--model={model}", *TABLE, table, "--print_config")

@@ -70,7 +70,7 @@ def test_graphs_that_differ_need_no_marks_and_checkpoints_load(tmp_path):
     assert RelationalGNN.load_from_checkpoint(tmp_path / "a.ckpt").marked is None
 
 
-@pytest.mark.filterwarnings("ignore:RelationalGNN ignores edge_attr")
+@pytest.mark.filterwarnings("ignore:RelationalGNN ignores edge_attr", "ignore:the nodes of each graph")
 @pytest.mark.parametrize("sees_edges", [False, True])
 def test_graphs_are_compared_by_what_the_model_sees_of_edges(sees_edges, caplog):
     """Types of edges alone differ, and lie in edge_type, or are features that the model does not take."""

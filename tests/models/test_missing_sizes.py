@@ -6,7 +6,14 @@ import lightning as L
 import pytest
 
 import lightning_accel.data
-from lightning_accel.models import DeepBeliefNetwork, FineTuning, MoEClassifier, MoELanguageModel, SequenceModel
+from lightning_accel.models import (
+    DeepBeliefNetwork,
+    FineTuning,
+    MoEClassifier,
+    MoELanguageModel,
+    MoERegressor,
+    SequenceModel,
+)
 from lightning_accel.models.relational import RelationalGNN
 
 
@@ -21,6 +28,7 @@ CASES = [
     (lambda: MoELanguageModel(dim=8, attention={"num_heads": 2}), "vocab_size", {"TextDataModule"}),
     (MoEClassifier, "num_features and num_classes",
      {"TabularDataModule", "DigitsDataModule", "IdxDataModule"}),
+    (MoERegressor, "num_features", {"TabularDataModule"}),
     (RelationalGNN, "level", {"GraphDataModule"}),
     (lambda: RelationalGNN(level="graph", target_kind="regression"), "num_features", {"GraphDataModule"}),
     (lambda: SequenceModel(target_kind="regression"), "num_features or vocab_size", {"SequenceDataModule"}),

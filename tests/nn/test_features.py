@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch_geometric.nn import GIN
 
-from lightning_accel.models import Classifier, Experts, MoEClassifier
+from lightning_accel.models import Classifier, Experts, MoEClassifier, MoERegressor
 from lightning_accel.nn import (
     RBM,
     AdaptiveComputation,
@@ -117,6 +117,10 @@ LAYERS = {
     "moe_classifier": (
         lambda: MoEClassifier(WIDTH, 3, dim=8, experts=Experts(hidden_dim=8)),
         "MoEClassifier(num_features=6) takes rows (B, ...) of 6 values", False, False,
+    ),
+    "moe_regressor": (
+        lambda: MoERegressor(WIDTH, dim=8, experts=Experts(hidden_dim=8)),
+        "MoERegressor(num_features=6) takes rows (B, ...) of 6 values", False, False,
     ),
     "ro3_conv": (lambda: OnGraph(RO3Conv(WIDTH, 4), EDGES), "RO3Conv(in_channels=6) takes x (N, 6)", True, True),
     "ro3_pooling": (

@@ -14,7 +14,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset, default_collate
 from torch_geometric.data import Batch, Data
 
-from lightning_accel import DeepBeliefNetwork, MoEClassifier, MoELanguageModel, RelationalGNN, SequenceModel
+from lightning_accel import (
+    DeepBeliefNetwork,
+    MoEClassifier,
+    MoELanguageModel,
+    MoERegressor,
+    RelationalGNN,
+    SequenceModel,
+)
 from lightning_accel.data.sequences.batch import IGNORED
 from lightning_accel.models import ConvolutionLayers, Experts, FineTuning, RecurrentLayers, Stage
 from tests.tolerance import ADAM_EPS
@@ -92,6 +99,10 @@ def make(name: str, optimizer=ADAMW, num_rows: int = 32) -> tuple[L.LightningMod
         sizes = {"num_visible": 5, "num_classes": 3, "hidden_dims": [9], "stages": stages}
         model = DeepBeliefNetwork(**sizes, fine_tuning=FineTuning("classifier", lr=0.02), optimizer=optimizer)
         return model, TensorDataset(x.sigmoid(), target)
+    if name == "regressor":
+        return MoERegressor(5, dim=8, experts=Experts(4, hidden_dim=6), optimizer=optimizer), TensorDataset(
+            x, x.sum(dim=1)
+        )
     if name == "classifier":
         return MoEClassifier(5, 3, dim=8, experts=Experts(4, hidden_dim=6), optimizer=optimizer), TensorDataset(
             x, target

@@ -318,6 +318,11 @@ class Distillation(L.Callback):
 
     def _compare(self, module: nn.Module, call: Call, batch: Any, weight: Any) -> Tensor:
         own = output_tensor(call.output, "the student")
+        if self.loss in _DIVERGENCES and (own.ndim < 2 or own.shape[self.class_dim] < 2):
+            raise ValueError(
+                f"loss={self.loss!r} of Distillation compares probabilities of two or more classes; the student gives "
+                f"values of shape {tuple(own.shape)}. Set loss='mse'"
+            )
         aim = self._answer(call, own, own.device)
         lengths = lengths_in(module, call.args, call.kwargs)
         shape = own.select(self.class_dim, 0).shape if self.loss in _DIVERGENCES else own.shape

@@ -71,11 +71,18 @@ class Probabilities(nn.Module):
 
     def forward(self, output: Any) -> Any:
         if isinstance(output, Tensor):
-            return output.softmax(dim=-1)
+            return _softmax(output)
         first, *rest = output
-        return (
-            type(output)(*(first.softmax(dim=-1), *rest)) if hasattr(output, "_fields") else (first.softmax(-1), *rest)
+        return type(output)(_softmax(first), *rest) if hasattr(output, "_fields") else (_softmax(first), *rest)
+
+
+def _softmax(scores: Tensor) -> Tensor:
+    if scores.ndim < 2 or scores.shape[-1] < 2:
+        raise ValueError(
+            "probabilities are those of classes, from scores (B, C) of two or more; the model's first output is of "
+            f"shape {tuple(scores.shape)}. Leave postprocess='probabilities', or --probabilities, out"
         )
+    return scores.softmax(dim=-1)
 
 
 @torch.no_grad()

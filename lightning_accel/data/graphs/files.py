@@ -116,11 +116,11 @@ def _read_tables(path: Path, layout: GraphLayout) -> FileGraphs:
         raise ValueError(f"{nodes_path} has two rows of node {shown(twice)}; each node may stand once")
     ends = [_text_column(edges, name, path) for name in ("source", "target")]
     for column in ends:
-        for row, name in enumerate(column, start=1):
+        for row, name in enumerate(column):
             if name not in place:
                 raise ValueError(
-                    f"row {row} of {path} has the node {shown(name)}, which {nodes_path} does not list; add the "
-                    "node, or remove the edge"
+                    f"row {row} (from 0) of {path} has the node {shown(name)}, which {nodes_path} does not list; "
+                    "add the node, or remove the edge"
                 )
     graph = Data(edge_index=torch.tensor([[place[name] for name in column] for column in ends]), num_nodes=len(names))
     attributes, relation_names = _edge_attributes(edges, path)

@@ -223,7 +223,7 @@ def _structure(table: pa.Table, where: str) -> _Structure:
     if wrong.any():
         row = of[wrong.argmax()]
         raise ValueError(
-            f"'edges' of {where} must join nodes 0 to {num_nodes[row] - 1}, as row {row + 1} of it has "
+            f"'edges' of {where} must join nodes 0 to {num_nodes[row] - 1}, as row {row} (from 0) of it has "
             f"{num_nodes[row]}; got {found[wrong.argmax()].tolist()}"
         )
     return _Structure(num_nodes, num_edges, edges, x, edge_attr)
@@ -251,8 +251,8 @@ def _require_rows(found: np.ndarray, needed: np.ndarray, name: str, what: str, w
     if (found != needed).any():
         row = int((found != needed).argmax())
         raise ValueError(
-            f"{name!r} of {where} must have an entry for each of the {needed[row]} {what} of its row {row + 1}; got "
-            f"{found[row]}"
+            f"{name!r} of {where} must have an entry for each of the {needed[row]} {what} of its row {row} (from 0); "
+            f"got {found[row]}"
         )
 
 

@@ -233,7 +233,7 @@ def _row_order(table: pd.DataFrame, sequence: np.ndarray, layout: SequenceLayout
         first, second = sorted(order[same.argmax() :][:2].tolist())
         raise ValueError(
             f"{path} has two rows of {layout.id_column} {shown(table[layout.id_column][first])} with "
-            f"{layout.step_column} {cut(table[layout.step_column][first])}: rows {first + 1} and {second + 1}. "
+            f"{layout.step_column} {cut(table[layout.step_column][first])}: rows {first} and {second} (from 0). "
             f"Each step of a sequence may stand once"
         )
     return order
@@ -246,7 +246,7 @@ def _sort_key(column: pd.Series, path: Path) -> np.ndarray:
     if (wrong := dates.isna()).any():
         raise ValueError(
             f"column {shown(column.name)} of {path} must hold numbers, or dates such as 2026-01-31T12:00; got "
-            f"{shown(str(column[wrong].iloc[0]))} in row {int(wrong.to_numpy().argmax()) + 1}"
+            f"{shown(str(column[wrong].iloc[0]))} in row {int(wrong.to_numpy().argmax())} (from 0)"
         )
     return dates.to_numpy()
 
@@ -268,7 +268,7 @@ def _table_target(
         first = int(changed.argmax())
         raise ValueError(
             f"the target column {layout.target!r} of {path} must be the same in all rows of a sequence; rows "
-            f"{order[first] + 1} and {order[first + 1] + 1}, of one {layout.id_column}, hold {cut(values[first])} and "
+            f"{order[first]} and {order[first + 1]} (from 0), of one {layout.id_column}, hold {cut(values[first])} and "
             f"{cut(values[first + 1])}. For a target of each step, set layout.target_kind to labelling"
         )
     values = values[np.flatnonzero(np.diff(sequence, prepend=-1))].reset_index(drop=True)

@@ -30,7 +30,8 @@ def numbers_of_column(column: pa.ChunkedArray, name: str, where: Callable[[], st
     if (wrong := np.abs(numbers) > LARGEST).any():
         raise ValueError(
             f"column {shown(name)} of {where()} must hold numbers of at most {LARGEST:g}; got "
-            f"{numbers[wrong.argmax()]} in its row {int(wrong.argmax()) + 1}. Mend the value, or write null instead"
+            f"{numbers[wrong.argmax()]} in its row {int(wrong.argmax())} (from 0). Mend the value, or write null "
+            "instead"
         )
     return numbers
 

@@ -1,17 +1,15 @@
-"""Tables for classification. Shapes: B rows of a batch, D features."""
+"""Tables for classification and regression. Shapes: B rows of a batch, D features."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_accel.data.bounds import require_at_least, require_shares
@@ -21,22 +19,28 @@ from lightning_accel.data.preprocessing import RawColumns
 from lightning_accel.data.quoting import cut, listed, shown
 from lightning_accel.data.shards.files import is_sharded
 from lightning_accel.data.shards.loader import datamodule_loader
+from lightning_accel.data.shards.moments import Moments
 from lightning_accel.data.shards.options import ShardOptions
 from lightning_accel.data.shards.splits import Split
+from lightning_accel.data.tables.column_checks import warn_of_columns
+from lightning_accel.data.tables.encoding import make_encoder, names_of_features, to_tensor
 from lightning_accel.data.tables.files import (
     A_QUANTITY,
+    TargetKind,
     as_numbers,
     as_text,
     existing_file,
     holds_numbers,
     read_classes,
     read_known_classes,
+    read_quantity,
     read_table,
     require_columns,
     require_present,
     split_in_three,
 )
 from lightning_accel.data.tables.sharded import ShardedTable, new_category_message
+from lightning_accel.data.tables.statistics import Target
 from lightning_accel.ops.extras import import_on_use
 from lightning_accel.ops.names import list_of_names
 from lightning_accel.ops.options import read_options
@@ -44,15 +48,8 @@ from lightning_accel.ops.renames import renamed_arguments
 
 if TYPE_CHECKING:
     import pandas as pd
-    from sklearn.compose import ColumnTransformer
 else:
     pd = import_on_use("pandas")
-
-compose = import_on_use("sklearn.compose")
-impute = import_on_use("sklearn.impute")
-pipeline = import_on_use("sklearn.pipeline")
-preprocessing = import_on_use("sklearn.preprocessing")
-
 
 _WITHOUT_CLASS = (
     "Remove those rows, or predict them with predict_path; or set csv.unlabeled, for a model that learns from them, as "
@@ -86,13 +83,15 @@ class CSVFormat:
 
 
 class TabularDataModule(InMemoryDataModule):
-    """Load rows of a CSV or Parquet file, or of a folder of files, as features (B, D) float32 and classes (B,) int64.
+    """Load rows of a CSV or Parquet file, or of a folder of files, as features (B, D) float32 and targets (B,).
+
+    A target is a class, int64, or with ``target_kind="regression"`` a quantity, float32, in the unit of the file.
 
     In numeric columns, missing values become the median, columns with missing values get an additional 0/1 indicator
     feature, and all are standardized to mean 0 and variance 1. Text columns are one-hot encoded, with a missing value
     as a category of its own. The encoding is fitted on the training rows alone; a category that they lack is all zeros.
     A column that mixes numbers and text is an error unless ``categorical`` names it. Splits of a file are stratified by
-    class, and the same file and ``seed`` give the same split on every machine.
+    class, if there are classes, and the same file and ``seed`` give the same split on every machine.
 
     **More than fits in memory.** A folder, a pattern or a URL (``s3://bucket/table``, see
     :func:`lightning_accel.data.shard_loader`) of Parquet, Arrow or JSON lines files is read ahead of training, block by
@@ -103,8 +102,10 @@ class TabularDataModule(InMemoryDataModule):
     of all columns together. A run that is resumed in mid-epoch continues with the next row, also on another number of
     processes.
 
-    After ``setup``: ``num_features``, ``num_classes``, ``class_names`` (sorted) and ``feature_names``, such as
-    ``length``, ``colour=red`` and ``missingindicator_length``; for a file also ``predict_columns``, a DataFrame of what
+    After ``setup``: ``num_features`` and ``feature_names``, such as ``length``, ``colour=red`` and
+    ``missingindicator_length``; ``num_classes`` and ``class_names`` (sorted), None unless targets are classes;
+    ``num_targets``, 1, and ``target_mean`` and ``target_std`` (1,) of the training rows, None unless they are
+    quantities; for a file also ``predict_columns``, a DataFrame of what
     :class:`lightning_accel.PredictionWriter` adds to predictions: the target and the columns of ``exclude``, where the
     file has them, after ``file_row``, the row of ``path``, where the test rows are predicted.
 
@@ -113,7 +114,9 @@ class TabularDataModule(InMemoryDataModule):
 
     Args:
         path: file with a header: ``.csv``, ``.csv.gz`` or ``.parquet``; or a folder, pattern or URL of files.
-        target: column of the classes.
+        target: column of the classes, or of the quantity.
+        target_kind: whether the target is a class (``classification``), or a quantity (``regression``), for
+            :class:`lightning_accel.MoERegressor`.
         categorical: columns of numbers, or of numbers and text, to read as categories.
         exclude: columns that are no features, such as a key.
         csv: how a CSV file is written, see :class:`lightning_accel.data.CSVFormat`.
@@ -132,7 +135,8 @@ class TabularDataModule(InMemoryDataModule):
         ValueError: if a number is out of range or the shares leave no training rows; in ``setup``, if a file is empty
             or no table, lacks a column or its name, repeats a name, gives two features one name, holds text among
             numbers, infinities, dates, a blank class or (without ``csv.unlabeled``) a missing one, or has too few rows
-            of a class to split; in ``load_state_dict``, if the checkpoint was trained on other rows.
+            of a class to split, or if a quantity is missing, no number, or the same in all rows; in
+            ``load_state_dict``, if the checkpoint was trained on other rows.
 
     Example:
         >>> import pandas as pd
@@ -148,9 +152,12 @@ class TabularDataModule(InMemoryDataModule):
 
     test_rows: BatchTensorDataset
     num_features: int
-    num_classes: int
-    class_names: list[str]
     feature_names: list[str]
+    num_classes: int | None = None
+    class_names: list[str] | None = None
+    num_targets: int | None = None
+    target_mean: list[float] | None = None
+    target_std: list[float] | None = None
     predict_columns: pd.DataFrame
 
     @renamed_arguments(
@@ -165,6 +172,7 @@ class TabularDataModule(InMemoryDataModule):
         path: str | Path,
         target: str,
         *,
+        target_kind: TargetKind = "classification",
         categorical: str | Sequence[str] = (),
         exclude: str | Sequence[str] = (),
         csv: CSVFormat = CSVFormat(),
@@ -190,6 +198,11 @@ class TabularDataModule(InMemoryDataModule):
         is_plain = self.csv == CSVFormat(missing=self.csv.missing) and not list_of_names(self.csv.missing)
         if self.is_sharded and not is_plain:
             raise ValueError(f"{path} is a folder or URL of files, on which csv has no effect; leave it out")
+        if target_kind not in get_args(TargetKind):
+            raise ValueError(f"target_kind must be one of {', '.join(get_args(TargetKind))}; got {target_kind!r}")
+        self._is_quantity = target_kind == "regression"
+        if self._is_quantity and self.csv.unlabeled:
+            raise ValueError("csv.unlabeled is for classes; leave it out with target_kind='regression'")
         self.target = target
         self.categorical = list_of_names(categorical)
         self.exclude = list_of_names(exclude)
@@ -212,36 +225,21 @@ class TabularDataModule(InMemoryDataModule):
             self._predicted = found.splits["test"]
             if self.predict_path is not None:
                 self._predicted = found.to_predict(self.predict_path, self.shards)
-            self.feature_names, self.class_names = found.feature_names, found.class_names
-            self.num_features, self.num_classes = len(self.feature_names), len(self.class_names)
+            self.feature_names, self.num_features = found.feature_names, len(found.feature_names)
+            self._keep_target(found.class_names, found.target_moments)
             self._table = found
             self._report_columns([int(found.splits[split].rows.sum()) for split in ("train", "val", "test")])
             return
         assert isinstance(self.path, Path)
         kept = [self.target, *self.exclude]
-        table = self._read(self.path, [*kept, *self.categorical])
+        as_written = [*self.exclude, *([] if self._is_quantity else [self.target])]
+        table = self._read(self.path, [*as_written, *self.categorical])
         require_columns(table, [*kept, *self.categorical], self.path, [self.target])
-        if self.csv.unlabeled:
-            labels, self.class_names = read_known_classes(table[self.target], self.path, A_QUANTITY)
-        else:
-            present = require_present(table[self.target], self.path, _WITHOUT_CLASS)
-            labels, self.class_names = read_classes(present, self.path)
-        shares = self.val_share, self.test_share
-        if blank := [name for name in self.class_names if not name.strip()]:
-            raise ValueError(
-                f"the target column {shown(self.target)} of {self.path} holds a class without a name, "
-                f"{shown(blank[0])}; name it, or list it under csv.missing if it means a missing class"
-            )
-        if len({name.strip() for name in self.class_names}) < len(self.class_names):
-            rank_zero_warn(
-                f"classes of {shown(self.target)} in {self.path} differ by spaces at their ends alone, and count as "
-                f"different: {listed([shown(name) for name in self.class_names], 10)}. Remove the spaces"
-            )
-        known, unknown = np.flatnonzero(labels >= 0), np.flatnonzero(labels < 0)
-        kind = "rows of known class" if len(unknown) else "rows"
-        parts = split_in_three(labels[known], len(known), shares, self.seed, self.path, kind)
-        train, val, test = (known[part] for part in parts)
-        train = np.concatenate([train, unknown])
+        labels = self._read_target(table[self.target], self.path)
+        train, val, test = self._split(labels, self.path)
+        if self._is_quantity:
+            moments = Moments.of(labels[train][:, None])
+            self._keep_target(None, (float(moments.mean[0]), float(moments.std[0])))
         self._feature_columns = [c for c in table.columns if c != self.target and c not in self.exclude]
         if nameless := [name for name in self._feature_columns if name.startswith("Unnamed: ")]:
             raise ValueError(
@@ -253,30 +251,82 @@ class TabularDataModule(InMemoryDataModule):
                 f"{self.path} has no column left for features beside {shown(self.target)} and those excluded"
             )
         features, is_number = self._read_features(table, self.path)
-        encoder = self._encoder = _make_encoder(is_number).fit(features.iloc[train])
-        self.feature_names = _feature_names(encoder, self.path)
+        encoder = self._encoder = make_encoder(is_number).fit(features.iloc[train])
+        self.feature_names = names_of_features(encoder, self.path)
         self.num_features = len(self.feature_names)
         self._centres = np.asarray(features.iloc[train].mean(numeric_only=True)).tolist()
         fitted = features.iloc[np.concatenate([train, val])]
         columns = [fitted[name].to_numpy() if number else fitted[name].tolist() for name, number in is_number.items()]
         self._digest = digest_of(labels[train], labels[val], *columns)
-        rows, targets = _to_tensor(encoder.transform(features)), torch.from_numpy(labels)
+        rows = to_tensor(encoder.transform(features))
+        targets = torch.from_numpy(labels.astype(np.float32 if self._is_quantity else np.int64))
         self.train_rows, self.val_rows, self.test_rows = (
             BatchTensorDataset(rows[chosen], targets[chosen]) for chosen in (train, val, test)
         )
+        if self.trainer is not None:
+            warn_of_columns(features, train, self.path)
         self._warn_of_new_categories(features.iloc[np.concatenate([val, test])], self.path)
         self.predict_rows = BatchTensorDataset(self.test_rows.tensors[0])
         self.predict_columns = table.loc[test, kept].assign(file_row=test)[["file_row", *kept]]
         if self.predict_path is not None:
             assert isinstance(self.predict_path, Path)
-            table = self._read(self.predict_path, [*kept, *(name for name, number in is_number.items() if not number)])
+            table = self._read(
+                self.predict_path, [*as_written, *(name for name, number in is_number.items() if not number)]
+            )
             require_columns(table, self._feature_columns, self.predict_path)
             features, _ = self._read_features(table, self.predict_path, is_number)
             self._warn_of_new_categories(features, self.predict_path)
-            self.predict_rows = BatchTensorDataset(_to_tensor(encoder.transform(features)))
+            self.predict_rows = BatchTensorDataset(to_tensor(encoder.transform(features)))
             self.predict_columns = table[[name for name in kept if name in table]]
-        self.num_classes = len(self.class_names)
         self._report_columns([len(rows) for rows in (self.train_rows, self.val_rows, self.test_rows)])
+
+    def _read_target(self, column: pd.Series, path: Path) -> np.ndarray:
+        """Return the target of each row: a class, int64, -100 where it is unknown, or a quantity, float64."""
+        if self._is_quantity:
+            return read_quantity(column, path)
+        if self.csv.unlabeled:
+            labels, names = read_known_classes(column, path, A_QUANTITY)
+        else:
+            labels, names = read_classes(require_present(column, path, _WITHOUT_CLASS), path)
+        if blank := [name for name in names if not name.strip()]:
+            raise ValueError(
+                f"the target column {shown(self.target)} of {path} holds a class without a name, "
+                f"{shown(blank[0])}; name it, or list it under csv.missing if it means a missing class"
+            )
+        if len({name.strip() for name in names}) < len(names):
+            rank_zero_warn(
+                f"classes of {shown(self.target)} in {path} differ by spaces at their ends alone, and count as "
+                f"different: {listed([shown(name) for name in names], 10)}. Remove the spaces"
+            )
+        self._keep_target(names, None)
+        return labels
+
+    def _split(self, labels: np.ndarray, path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the rows that train, validate and test; those of unknown class train."""
+        shares = self.val_share, self.test_share
+        if self._is_quantity:
+            return split_in_three(None, len(labels), shares, self.seed, path)
+        known, unknown = np.flatnonzero(labels >= 0), np.flatnonzero(labels < 0)
+        kind = "rows of known class" if len(unknown) else "rows"
+        train, val, test = (
+            known[part] for part in split_in_three(labels[known], len(known), shares, self.seed, path, kind)
+        )
+        return np.concatenate([train, unknown]), val, test
+
+    def _keep_target(self, class_names: list[str] | None, moments: tuple[float, float] | None) -> None:
+        """Set what models need to know of the target: its classes, or the mean and standard deviation of a quantity."""
+        self.class_names = class_names
+        self.num_classes = None if class_names is None else len(class_names)
+        if moments is not None:
+            self.num_targets, self.target_mean, self.target_std = 1, [moments[0]], [moments[1]]
+
+    def _describe_target(self) -> str:
+        if self.class_names is not None:
+            return f"target {shown(self.target)} of {self.num_classes} classes, {listed(self.class_names, 5)}"
+        assert self.target_mean is not None
+        assert self.target_std is not None
+        mean, std = self.target_mean[0], self.target_std[0]
+        return f"target {shown(self.target)}, a quantity of mean {mean:.4g} and standard deviation {std:.4g}"
 
     def _report_columns(self, num_rows: Sequence[int]) -> None:
         """Tell how the columns are read, in a run."""
@@ -287,7 +337,7 @@ class TabularDataModule(InMemoryDataModule):
         texts = [f"{cut(c['name'])} ({len(c['categories'])})" for c in columns if c["categories"] is not None]
         kinds = [("numbers", numbers), ("categories", texts), ("left out", self.exclude)]
         rank_zero_info(
-            f"{self.path}: target {shown(self.target)} of {self.num_classes} classes, {listed(self.class_names, 5)}; "
+            f"{self.path}: {self._describe_target()}; "
             + "".join(f"{kind}: {listed(names, 10)}; " for kind, names in kinds if names)
             + "{:,} rows train, {:,} validate, {:,} test".format(*num_rows)
             + ("" if self.predict_path is None else f"; predict_path: {self.predict_path}")
@@ -316,7 +366,8 @@ class TabularDataModule(InMemoryDataModule):
 
     def _sharded_table(self) -> ShardedTable:
         shares = self.val_share, self.test_share
-        return ShardedTable(self.path, self.target, self.categorical, self.exclude, shares, self.seed, self.shards)
+        target = Target(self.target, self._is_quantity)
+        return ShardedTable(self.path, target, self.categorical, self.exclude, shares, self.seed, self.shards)
 
     def _loader(self, split: Split | Literal["predict"]) -> DataLoader[Any]:
         blocks = self._predicted if split == "predict" else self._table.splits[split]
@@ -360,33 +411,3 @@ class TabularDataModule(InMemoryDataModule):
             for name, number in is_number.items()
         }
         return pd.DataFrame(columns, index=table.index), is_number
-
-
-def _make_encoder(is_number: dict[str, bool]) -> ColumnTransformer:
-    numbers = pipeline.make_pipeline(
-        impute.SimpleImputer(strategy="median", add_indicator=True, keep_empty_features=True),
-        preprocessing.StandardScaler(),
-    )
-    categories = preprocessing.OneHotEncoder(
-        handle_unknown="ignore", sparse_output=False, feature_name_combiner=lambda column, value: f"{column}={value}"
-    )
-    return compose.ColumnTransformer(
-        [
-            ("number", numbers, [name for name, number in is_number.items() if number]),
-            ("category", categories, [name for name, number in is_number.items() if not number]),
-        ]
-    )
-
-
-def _feature_names(encoder: ColumnTransformer, path: Path) -> list[str]:
-    names = [name.partition("__")[2] for name in encoder.get_feature_names_out()]  # without number__ and category__
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise ValueError(
-            f"{path} gives two features the name {shown(twice[0])}: a column and what is made of another, or two "
-            "categories; rename a column, or list it under exclude"
-        )
-    return names
-
-
-def _to_tensor(features: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(features, dtype=np.float32))

@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
@@ -27,10 +27,11 @@ model_selection = import_on_use("sklearn.model_selection")
 LARGEST = 1e30  # the standardization squares it
 _PARQUET_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}  # bytes
 _UNPACKED_PARQUET = "write it without compression and dictionaries"
+TargetKind: TypeAlias = Literal["classification", "regression"]
 A_QUANTITY = (  # ends the message of too many classes
-    "TabularDataModule is for classes, not for quantities. Name a column of classes as target, divide the quantity "
-    "into classes, as pandas.cut does, or predict it with SequenceDataModule, each row a sequence of one step: "
-    "--data.layout '{target_kind: regression, target: COLUMN, step_column: null}'"
+    "TabularDataModule takes them for classes. To predict a quantity, set target_kind='regression' and take "
+    "MoERegressor: --data.target_kind regression --model MoERegressor. For classes, name another column as target, or "
+    "divide the quantity into classes, as pandas.cut does"
 )
 SET_REGRESSION = "for a target that is a quantity, set layout.target_kind to regression"
 _MOST_NUMBERS = 20  # different numbers that may be classes whatever they are
@@ -162,7 +163,7 @@ def require_present(column: pd.Series, path: Path, remedy: str) -> pd.Series:
     """Return ``column``; raise a ValueError that ends in ``remedy`` if it lacks a value."""
     if (missing := column.isna()).any():
         raise ValueError(
-            f"column {shown(column.name)} of {path} lacks {missing.sum()} of {len(column)} values, the first in row "
+            f"column {shown(column.name)} of {path} lacks {missing.sum()} of {len(column)} values, the first in "
             f"{_first_row(missing)}. {remedy}"
         )
     return column
@@ -193,6 +194,24 @@ def read_classes(
             f"one for each split. Merge rare classes, or leave their rows out{uncounted}"
         )
     return labels.astype(np.int64), classes
+
+
+def read_quantity(column: pd.Series, path: Path) -> np.ndarray:
+    """Return the target of each row, a number, (rows,) float64.
+
+    Raises:
+        ValueError: if one is missing, or no number, or all are equal.
+    """
+    require_present(column, path, "Remove those rows, or predict them with predict_path")
+    has_digits = column.astype(str).str.contains(r"\d").any()
+    remedy = "Name a column of numbers as target, or leave target_kind='regression' out, which is for quantities"
+    numbers = as_numbers(column, path, None if has_digits else remedy).to_numpy()
+    if (numbers == numbers[0]).all():
+        raise ValueError(
+            f"the target column {shown(column.name)} of {path} holds one number only, {numbers[0]:g}; two or more are "
+            "needed"
+        )
+    return numbers
 
 
 def require_no_quantity(classes: Sequence[str], are_rare: bool, where: str, quantity: str) -> None:
@@ -254,7 +273,7 @@ def holds_numbers(column: pd.Series, path: Path) -> bool:
     if is_text.any() and not is_text.all():
         wrong = is_text.reindex(column.index, fill_value=False)
         raise ValueError(
-            f"{where} holds {shown(str(column[wrong].iloc[0]))} in row {_first_row(wrong)} among numbers; "
+            f"{where} holds {shown(str(column[wrong].iloc[0]))} in {_first_row(wrong)} among numbers; "
             f"mend the value, list it under csv.missing, or list the column under categorical"
         )
     if is_text.any() and present.astype(str).str.fullmatch(r"[-+]?[\d.,' ]*\d[\d.,' ]*[%$€£]?").all():
@@ -283,7 +302,7 @@ def as_numbers(column: pd.Series, path: Path, remedy: str | None = None) -> pd.S
         remedy = remedy or "Mend the value, or list it under csv.missing"
         raise ValueError(
             f"column {shown(column.name)} of {path} must hold numbers of at most {LARGEST:g}; got {shown(first)} in "
-            f"row {_first_row(wrong)}. {remedy}"
+            f"{_first_row(wrong)}. {remedy}"
         )
     return numbers
 
@@ -332,9 +351,9 @@ def split_in_three(
     return train, val, test
 
 
-def _first_row(mask: pd.Series) -> int:
-    """Return the number, from 1, of the first row where ``mask`` is True, not counting the header."""
-    return int(mask.to_numpy().argmax()) + 1
+def _first_row(mask: pd.Series) -> str:
+    """Name the first row where ``mask`` is True, counted as in files of predictions."""
+    return f"row {int(mask.to_numpy().argmax())} (from 0)"
 
 
 def _require_bounded(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tables for classification that are larger than memory. Shapes: B rows of a batch, K columns, D features."""
+"""Tables that are larger than memory. Shapes: B rows of a batch, K columns, D features."""
 
 from __future__ import annotations
 
@@ -18,8 +18,13 @@ from lightning_accel.data.shards.blocks import Blocks, find_blocks
 from lightning_accel.data.shards.options import ShardOptions
 from lightning_accel.data.shards.reader import ReadOptions
 from lightning_accel.data.shards.splits import Split, split_blocks
-from lightning_accel.data.tables.columns import codes_of_column, numbers_of_column, texts_of_column
-from lightning_accel.data.tables.statistics import MISSING, holds_numbers_in, table_statistics
+from lightning_accel.data.tables.columns import (
+    codes_of_column,
+    numbers_of_column,
+    quantities_of_column,
+    texts_of_column,
+)
+from lightning_accel.data.tables.statistics import MISSING, Target, holds_numbers_in, table_statistics
 from lightning_accel.data.whole_files import kept_json
 from lightning_accel.ops.extras import import_on_use
 
@@ -34,7 +39,7 @@ class ShardedTable:
 
     Args:
         location: folder, pattern or URL.
-        target: column of the classes.
+        target: column of the classes, or of a quantity.
         categorical: columns of numbers to read as categories.
         exclude: columns that are no features.
         shares: shares of the blocks that validate and test, see :func:`split_blocks`.
@@ -49,7 +54,7 @@ class ShardedTable:
     def __init__(
         self,
         location: str | Path,
-        target: str,
+        target: Target,
         categorical: Sequence[str],
         exclude: Sequence[str],
         shares: tuple[float, float],
@@ -59,18 +64,20 @@ class ShardedTable:
         self.location = location
         self.target = target
         blocks = find_blocks(location, Path(options.cache_dir))
-        blocks.require_columns([target, *categorical, *exclude], [target])
-        features = [name for name in blocks.schema.names if name != target and name not in exclude]
+        blocks.require_columns([target.name, *categorical, *exclude], [target.name])
+        features = [name for name in blocks.schema.names if name != target.name and name not in exclude]
         if not features:
-            raise ValueError(f"{location} has no column left for features beside {shown(target)} and those excluded")
+            raise ValueError(
+                f"{location} has no column left for features beside {shown(target.name)} and those excluded"
+            )
         splits = split_blocks(blocks, shares, seed, location)
-        made_of = blocks.digest(), blocks.files.versions, features, [*categorical], target, splits["train"].tolist()
+        made_of = blocks.digest(), blocks.files.versions, features, [*categorical], [*target], splits["train"].tolist()
 
         def collect() -> list[Any]:
             statistics = table_statistics(blocks, splits["train"], features, categorical, target)
-            return [statistics.classes, statistics.encoding()]
+            return [statistics.classes, statistics.target_moments, statistics.encoding()]
 
-        self.class_names, encoding = kept_json(options.cache_dir, made_of, collect)
+        self.class_names, self.target_moments, encoding = kept_json(options.cache_dir, made_of, collect)
         self.encoder = RawColumns(**encoding)
         self.splits: dict[Split, Blocks] = {split: blocks.select(chosen) for split, chosen in splits.items()}
         self.feature_names = self.encoder.feature_names
@@ -84,7 +91,7 @@ class ShardedTable:
     def reading(self, with_target: bool = True) -> ReadOptions:
         """Return what is read of blocks, and how batches are made of it."""
         encoder = TableEncoder(self.encoder, self.target if with_target else None, self.class_names, self.location)
-        columns = [column["name"] for column in self.encoder.columns] + ([self.target] if with_target else [])
+        columns = [column["name"] for column in self.encoder.columns] + ([self.target.name] if with_target else [])
         return ReadOptions(columns, encoder.collate, encoder, row_bytes=8 * len(columns))
 
     def to_predict(self, location: str | Path, options: ShardOptions) -> Blocks:
@@ -105,9 +112,11 @@ class ShardedTable:
 
 
 class TableEncoder:
-    """Make tensors of tables: rows (B, K) float64, as :class:`RawColumns` takes them, and classes (B,) int64."""
+    """Make tensors of tables: rows (B, K) float64, as :class:`RawColumns` takes them, and targets (B,)."""
 
-    def __init__(self, encoder: RawColumns, target: str | None, classes: Sequence[str], location: str | Path) -> None:
+    def __init__(
+        self, encoder: RawColumns, target: Target | None, classes: Sequence[str] | None, location: str | Path
+    ) -> None:
         self.encoder = encoder
         self.location = location
         self.target = target
@@ -116,7 +125,7 @@ class TableEncoder:
             for column in encoder.columns
             if column["categories"] is not None
         }
-        self._classes = {name: number for number, name in enumerate(classes)}
+        self._classes = {name: number for number, name in enumerate(classes or ())}
         self._warned: set[str] = set()
 
     def __call__(self, table: pa.Table) -> tuple[Tensor, ...]:
@@ -130,7 +139,11 @@ class TableEncoder:
         rows = torch.from_numpy(np.stack(columns, axis=1))
         if self.target is None:
             return (rows,)
-        return rows, torch.from_numpy(codes_of_column(table[self.target], self._classes))
+        column = table[self.target.name]
+        if self.target.is_quantity:
+            quantities = quantities_of_column(column, self.target.name, str(self.location))[:, 0]
+            return rows, torch.from_numpy(quantities.astype(np.float32))
+        return rows, torch.from_numpy(codes_of_column(column, self._classes))
 
     def collate(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return self.encoder(rows[0]), *rows[1:]

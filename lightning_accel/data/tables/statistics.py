@@ -62,6 +62,13 @@ class NumberStatistics:
         return float(whole.mean[0]), float(whole.std[0])
 
 
+class Target(NamedTuple):
+    """Name the column of the target, and say whether it holds a quantity, else classes."""
+
+    name: str
+    is_quantity: bool
+
+
 @dataclass
 class TableStatistics:
     """Hold what encodes the rows of a table: statistics of its columns over the rows that train.
@@ -69,12 +76,14 @@ class TableStatistics:
     Args:
         numbers: statistics of each numeric column.
         texts: categories of each other column, sorted.
-        classes: names of the classes, sorted.
+        classes: names of the classes, sorted; None for a quantity.
+        target_moments: mean and standard deviation of a quantity; None for classes.
     """
 
     numbers: dict[str, NumberStatistics]
     texts: dict[str, list[str]]
-    classes: list[str]
+    classes: list[str] | None
+    target_moments: tuple[float, float] | None
 
     def encoding(self) -> dict[str, Any]:
         """Return the arguments of the :class:`~lightning_accel.data.preprocessing.RawColumns` that encodes rows."""
@@ -93,7 +102,7 @@ class TableStatistics:
 
 
 def table_statistics(
-    blocks: Blocks, train: np.ndarray, features: Sequence[str], categorical: Sequence[str], target: str
+    blocks: Blocks, train: np.ndarray, features: Sequence[str], categorical: Sequence[str], target: Target
 ) -> TableStatistics:
     """Read all blocks once, with threads, and return the statistics of those that ``train``.
 
@@ -102,10 +111,12 @@ def table_statistics(
     Raises:
         ValueError: if a column holds something else than numbers, texts and booleans, numbers that are infinite or
             above 1e30, numbers that are written as texts, or too many different texts; or the target is missing, has
-            one class, or one that is in no row that trains.
+            one class, or one that is in no row that trains, or is a quantity that is no number or always the same.
     """
     is_number = {name: holds_numbers_in(blocks, name) and name not in categorical for name in features}
-    holds_numbers_in(blocks, target)
+    where = f"the target column {shown(target.name)} of {blocks.files.root}"
+    if not holds_numbers_in(blocks, target.name) and target.is_quantity:
+        raise ValueError(f"{where} holds texts; target_kind='regression' needs numbers. Leave it out for classes")
     total = int(blocks.rows[train].sum())
     share = min(1.0, _SAMPLE / max(1, sum(is_number.values())) / total)
     read = partial(_block_statistics, blocks, is_number, target, share)
@@ -113,16 +124,20 @@ def table_statistics(
     texts: dict[str, set[str]] = {name: set() for name, number in is_number.items() if not number}
     trains = np.isin(np.arange(len(blocks)), train)
     classes: tuple[set[str], set[str]] = set(), set()
+    moments = Moments()
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         for of_training, found in zip(trains.tolist(), pool.map(read, range(len(blocks))), strict=True):
             classes[of_training].update(found.classes)
+            if of_training:
+                moments.add(found.quantities)
             for name, one in found.numbers.items() if of_training else ():
                 numbers[name].add(one)
             for name, names in found.texts.items() if of_training else ():
                 texts[name].update(names)
                 _require_few(texts[name], name, blocks, name in categorical)
-    where = f"the target column {shown(target)} of {blocks.files.root}"
-    found_classes = require_classes(*classes, where, A_QUANTITY)
+    found_classes = None if target.is_quantity else require_classes(*classes, where, A_QUANTITY)
+    if target.is_quantity and moments.deviation[0] <= moments.count * (1e-12 * moments.mean[0]) ** 2:
+        raise ValueError(f"{where} holds one number only, {moments.mean[0]:g}; two or more are needed")
     for name in texts.keys() - {*categorical}:
         present = texts[name] - {MISSING}
         if present and all(map(_is_number, present)):
@@ -130,7 +145,8 @@ def table_statistics(
                 f"column {shown(name)} of {blocks.files.root} holds {shown(min(present))} and the like, numbers that "
                 "are written as texts; write them as numbers, or list the column under categorical"
             )
-    return TableStatistics(numbers, {name: sorted(found) for name, found in texts.items()}, found_classes)
+    of_target = (float(moments.mean[0]), float(moments.std[0])) if target.is_quantity else None
+    return TableStatistics(numbers, {name: sorted(found) for name, found in texts.items()}, found_classes, of_target)
 
 
 def holds_numbers_in(blocks: Blocks, name: str) -> bool:
@@ -160,22 +176,27 @@ def _is_number(text: str) -> bool:
 
 
 class _Found(NamedTuple):
-    """Hold statistics of the numbers, the different texts, and the classes of a block."""
+    """Hold statistics of the numbers, the different texts, and the classes or quantities of a block."""
 
     numbers: dict[str, NumberStatistics]
     texts: dict[str, list[str]]
     classes: list[str]
+    quantities: Moments
 
 
-def _block_statistics(blocks: Blocks, is_number: dict[str, bool], target: str, share: float, block: int) -> _Found:
-    table = blocks.read(block, [*is_number, target])
-    codes, classes = texts_of_column(table[target])
+def _block_statistics(blocks: Blocks, is_number: dict[str, bool], target: Target, share: float, block: int) -> _Found:
+    table = blocks.read(block, [*is_number, target.name])
+    codes, classes = texts_of_column(table[target.name])
     if (codes < 0).any():
         raise ValueError(
-            f"column {shown(target)} of {blocks.name_of(block)} lacks {int((codes < 0).sum())} of {len(codes)} "
-            f"values, the first in its row {int((codes < 0).argmax()) + 1}. Remove those rows, or predict them with "
-            "predict_path"
+            f"column {shown(target.name)} of {blocks.name_of(block)} lacks {int((codes < 0).sum())} of {len(codes)} "
+            f"values, the first in its row {int((codes < 0).argmax())} (from 0). Remove those rows, or predict them "
+            "with predict_path"
         )
+    quantities = Moments()
+    if target.is_quantity:
+        column = numbers_of_column(table[target.name], target.name, partial(blocks.name_of, block))
+        classes, quantities = [], Moments.of(column[:, None])
     numbers, texts = dict[str, NumberStatistics](), dict[str, list[str]]()
     rows = np.unique(np.linspace(0, len(codes) - 1, max(1, round(share * len(codes)))).astype(np.int64))
     for name, number in is_number.items():
@@ -187,7 +208,7 @@ def _block_statistics(blocks: Blocks, is_number: dict[str, bool], target: str, s
         else:
             codes, names = texts_of_column(table[name])
             texts[name] = [*names, *([MISSING] if (codes < 0).any() else [])]
-    return _Found(numbers, texts, classes)
+    return _Found(numbers, texts, classes, quantities)
 
 
 def _require_few(texts: set[str], name: str, blocks: Blocks, is_named: bool) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from lightning_accel import Classifier, MoEClassifier, MoELanguageModel, RelationalGNN, SequenceModel
+from lightning_accel import Classifier, MoEClassifier, MoELanguageModel, MoERegressor, RelationalGNN, SequenceModel
 from lightning_accel.compress import ExportError, Probabilities, export, load_compressed
 from lightning_accel.compress import export as package_export
 from lightning_accel.compress.export import loading as compressed
@@ -327,6 +327,7 @@ MODELS = {
         lambda: MoEClassifier(6, 3, dim=8, experts=Experts(hidden_dim=4)),
         lambda rows: (torch.randn(rows, 6),),
     ),
+    "regressor": (lambda: MoERegressor(6, dim=8, experts=Experts(hidden_dim=4)), lambda rows: (torch.randn(rows, 6),)),
     "sequences": (
         lambda: SequenceModel(
             num_features=2,
@@ -359,7 +360,7 @@ MODELS = {
 @pytest.mark.parametrize(
     "which",
     [
-        pytest.param(which, marks=[pytest.mark.slow] if which in ("experts", "language", "scan") else [])
+        pytest.param(which, marks=[pytest.mark.slow] if which in ("experts", "regressor", "language", "scan") else [])
         for which in MODELS
     ],
 )

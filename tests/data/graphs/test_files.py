@@ -185,7 +185,7 @@ def test_graphs_without_edges_or_nodes_stand_beside_others(make, write, kind, em
         ({"edges": [], "nodes": 3, "y": "ring"}, r"the field 'nodes', .* Known ones are edges, num_nodes, .*, y;"),
         ({"edges": [], "zzz": 3, "y": "ring"}, r"would not be read\. Known ones are"),
         ({**lines()[0], "id": "new", "edge_attr": [-1, 0]}, "holds the type -1"),
-        ({**lines()[0], "id": "new", "y": None}, "lacks 1 of 13 values, the first in row 13"),
+        ({**lines()[0], "id": "new", "y": None}, r"lacks 1 of 13 values, the first in row 12 \(from 0\)"),
         ({**lines()[0], "id": "new", "y": ["a", "b"]}, "must be equally many; got 1 and 2"),
     ],
 )
@@ -289,11 +289,14 @@ def test_types_alone_are_relations(write):
         ({"nodes": "name\na\n"}, "has no column 'node'"),
         ({"nodes": "node,z\na,1\n"}, "has no column 'y'"),
         ({"nodes": ATOMS + "1,x,C,1\n"}, "two rows of node '1'"),
-        ({"edges": EDGES + "1,z,single,1\n"}, "row 31 of .*edges.csv has the node 'z'"),
-        ({"edges": EDGES + "1,2,single,x\n"}, "column 'weight' .* got 'x' in row 31"),
-        ({"edges": EDGES + "1,2,single,\n"}, "column 'weight' .* lacks 1 of 31 values, the first in row 31"),
-        ({"edges": EDGES + ",2,single,1\n"}, "column 'source' .* the first in row 31"),
-        ({"nodes": ATOMS + "e,x,C,\n"}, "column 'charge' .* the first in row 31"),
+        ({"edges": EDGES + "1,z,single,1\n"}, r"row 30 \(from 0\) of .*edges.csv has the node 'z'"),
+        ({"edges": EDGES + "1,2,single,x\n"}, r"column 'weight' .* got 'x' in row 30 \(from 0\)"),
+        (
+            {"edges": EDGES + "1,2,single,\n"},
+            r"column 'weight' .* lacks 1 of 31 values, the first in row 30 \(from 0\)",
+        ),
+        ({"edges": EDGES + ",2,single,1\n"}, r"column 'source' .* the first in row 30 \(from 0\)"),
+        ({"nodes": ATOMS + "e,x,C,\n"}, r"column 'charge' .* the first in row 30 \(from 0\)"),
         ({"nodes": None}, "whose nodes have targets: give a table with the columns node and y in layout.nodes_path"),
     ],
 )

@@ -170,18 +170,22 @@ def test_a_module_trains_on_each_graph_once(tmp_path):
     ("row", "layout", "message"),
     [
         ({"edges": [[0, 1, 2]]}, {}, r"'edges' of .* must hold pairs of nodes"),
-        ({"edges": [[0, 5]], "num_nodes": 3}, {}, r"must join nodes 0 to 2, as row 1 of it has 3; got \[0.0, 5.0\]"),
-        ({"edges": [[0, -1]]}, {}, r"must join nodes 0 to 0, as row 1 of it has 1; got \[0.0, -1.0\]"),
-        ({"edges": [[0, 0.5]]}, {}, r"must join nodes 0 to 0, as row 1 of it has 1; got \[0.0, 0.5\]"),
+        (
+            {"edges": [[0, 5]], "num_nodes": 3},
+            {},
+            r"must join nodes 0 to 2, as row 0 \(from 0\) of it has 3; got \[0.0, 5.0\]",
+        ),
+        ({"edges": [[0, -1]]}, {}, r"must join nodes 0 to 0, as row 0 \(from 0\) of it has 1; got \[0.0, -1.0\]"),
+        ({"edges": [[0, 0.5]]}, {}, r"must join nodes 0 to 0, as row 0 \(from 0\) of it has 1; got \[0.0, 0.5\]"),
         (
             {"edges": [[0, 1]], "x": [[1.0]], "num_nodes": 2},
             {},
-            "'x' of .* must have an entry for each of the 2 nodes of its row 1",
+            r"'x' of .* must have an entry for each of the 2 nodes of its row 0 \(from 0\)",
         ),
         (
             {"edges": [[0, 1]], "edge_attr": [1, 2]},
             {},
-            "'edge_attr' of .* must have an entry for each of the 1 edges of its row 1",
+            r"'edge_attr' of .* must have an entry for each of the 1 edges of its row 0 \(from 0\)",
         ),
         ({"edges": [[0, 1]], "edge_attr": [-1]}, {}, "'edge_attr' of .* holds the type -1; 0 or more"),
         ({"edges": [[0, 1]], "x": [[1e31], [0.0]]}, {}, "'x' of .* must hold numbers of at most 1e"),
@@ -196,7 +200,7 @@ def test_a_module_trains_on_each_graph_once(tmp_path):
         (
             {"edges": [[0, 1]], "y": ["a"]},
             {"level": "node"},
-            "'y' of .* must have an entry for each of the 2 nodes of its row 1; got 1",
+            r"'y' of .* must have an entry for each of the 2 nodes of its row 0 \(from 0\); got 1",
         ),
         ({"edges": [[0, 1]], "z": 1}, {"target": ["y", "z"]}, "a class of each is one value; layout.target names y, z"),
     ],

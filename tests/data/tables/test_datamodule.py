@@ -1,3 +1,5 @@
+import warnings
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -235,6 +237,73 @@ def test_a_run_tells_how_columns_are_read(make, caplog):
     ]
 
 
+def warnings_of(make, frame, **options):
+    """Return the warnings of a run that reads ``frame``."""
+    data = make(frame, **options)
+    del data.train_rows
+    data.trainer = object()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        data.setup()
+    return [str(one.message) for one in caught]
+
+
+def test_columns_that_mean_something_else_are_told(make, table):
+    assert warnings_of(make, table) == []
+    odd = table.assign(
+        nothing=np.nan, same="x", number=np.random.default_rng(0).permutation(60) + 7,
+        code=table["width"].where(table.index % 20 > 0, -999), outlier=table["width"].where(table.index > 0, -999),
+    )  # fmt: skip
+    constant, number, code = warnings_of(make, odd)
+    assert "hold one value in all training rows: nothing, same. Models" in constant
+    assert "column 'number' of" in number
+    assert "holds the numbers 7 to 66, each in one row" in number
+    assert "column 'code' of" in code
+    assert "holds -999 in 3 of 60 rows, far from all" in code
+    assert "csv.missing, as by --data.csv.missing=-999" in code
+    assert warnings_of(make, odd[["number", "kind"]], exclude=[]) == []  # nothing else is left
+
+
+def test_a_quantity_is_read_in_the_unit_of_the_file(make, table):
+    prices = table.assign(price=np.arange(60) * 1000.5)
+    data = make(prices, target="price", target_kind="regression", exclude=["key", "kind"])
+    assert (data.num_targets, data.num_classes, data.class_names) == (1, None, None)
+    targets = [rows.tensors[1] for rows in (data.train_rows, data.val_rows, data.test_rows)]
+    assert sorted(torch.cat(targets).tolist()) == prices["price"].tolist()
+    assert (targets[0].dtype, [len(part) for part in targets]) == (torch.float32, [42, 9, 9])
+    assert data.target_mean == pytest.approx([targets[0].mean().item()])
+    assert data.target_std == pytest.approx([targets[0].std(correction=0).item()])
+    assert data.predict_columns["price"].tolist() == targets[2].tolist()
+    other = make(
+        prices.assign(price=prices["price"] + 1), target="price", target_kind="regression", exclude=["key", "kind"]
+    )
+    with pytest.raises(ValueError, match="digest of the data"):
+        other.load_state_dict(data.state_dict())
+    del data.train_rows
+    data.trainer = object()
+    data.setup()
+    assert "a quantity of mean " in data._describe_target()
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "said"),
+    [
+        ([*range(30), ""], {}, r"'y' of .* lacks 1 of 31 values, the first in row 30 \(from 0\)\. Remove those rows"),
+        (["low", "high"] * 9, {}, r"got 'low' in row 0 .*leave target_kind='regression' out"),
+        (['"1,5"', '"2,5"'] * 9, {}, r"got '1,5' in row 0 .*Set csv\.decimal"),
+        ([*range(30), "inf"], {}, r"got 'inf' in row 30"),
+        ([0.1] * 30, {}, r"one number only, 0\.1"),
+        (range(30), {"csv": {"unlabeled": True}}, r"csv\.unlabeled is for classes"),
+        (range(30), {"target_kind": "number"}, r"target_kind must be one of classification, regression; got 'number'"),
+    ],
+    ids=["missing", "texts", "comma", "infinite", "constant", "unlabeled", "kind"],
+)
+def test_bad_quantities_are_refused(make, values, options, said):
+    content = "x,y\n" + "".join(f"{i % 7},{value}\n" for i, value in enumerate(values))
+    with pytest.raises(ValueError, match=rf"(?s){said}"):
+        make(content, **{"target": "y", "target_kind": "regression", "exclude": [], **options})
+
+
 def test_rows_to_predict_keep_the_columns_that_are_no_features(make, table, tmp_path):
     table["key"] = [f"{i:03}" for i in range(60)]  # which are no numbers
     data = make(table)
@@ -256,7 +325,9 @@ def test_decimal_comma(make):
 
 def test_new_rows_with_a_decimal_comma_are_refused_with_the_option(make, tmp_path):
     (tmp_path / "new.csv").write_text("width;size\n3,5;1\n")
-    with pytest.raises(ValueError, match=r"got '3,5' in row 1\. Set csv\.decimal, as by --data\.csv\.decimal"):
+    with pytest.raises(
+        ValueError, match=r"got '3,5' in row 0 \(from 0\)\. Set csv\.decimal, as by --data\.csv\.decimal"
+    ):
         make("kind;width;size\n" + "oak;1.5;1\nash;2.5;2\n" * 15, exclude=[], predict_path=tmp_path / "new.csv")
 
 
@@ -310,20 +381,24 @@ def test_only_rows_of_the_test_split_may_change_after_a_checkpoint(make, table):
         (
             "kind,x\n" + "".join(f"{i / 8},1\n" for i in range(21)) * 3,
             {},
-            r"21 different numbers, 0.0, 0.125, 0.25 and 18 more; .*not for quantities.*SequenceDataModule",
+            r"21 different numbers, 0.0, 0.125, 0.25 and 18 more; .*target_kind='regression'.*MoERegressor",
         ),
-        ("kind,x\n" + "".join(f"{i},1\n" for i in range(21)), {}, r"21 different numbers.*not for quantities"),
+        ("kind,x\n" + "".join(f"{i},1\n" for i in range(21)), {}, r"21 different.*--data.target_kind regression"),
         (
             "kind,width\n" + "oak,1\nash,2\n" * 9 + "oak,wide\n",
             {},
-            r"'width' of .* holds 'wide' in row 19 among numbers",
+            r"'width' of .* holds 'wide' in row 18 \(from 0\) among numbers",
         ),
         (
             "kind,width\n" + "oak,1\nash,2\n" * 9 + "oak,inf\n",
             {},
-            r"'width' of .* numbers of at most 1e\+30; got 'inf' in row 19",
+            r"'width' of .* numbers of at most 1e\+30; got 'inf' in row 18 \(from 0\)",
         ),
-        ("kind,width\n" + "oak,1\nash,2\n" * 9 + ",3\n", {}, r"'kind' of .* lacks 1 of 19 values, the first in row 19"),
+        (
+            "kind,width\n" + "oak,1\nash,2\n" * 9 + ",3\n",
+            {},
+            r"'kind' of .* lacks 1 of 19 values, the first in row 18 \(from 0\)",
+        ),
         ("kind,width\n" + "oak,1\n" * 9, {}, r"one class only, 'oak'"),
         ("kind,width\n" + "oak,1\nash,2\n" * 9 + "elm,3\n", {}, r"'elm' has 1 rows; each needs 3"),
         ("kind,width\n" + "oak,1\nash,2\n" * 3, {"test_share": 0.1}, r"too few rows to split as asked"),
@@ -342,7 +417,11 @@ def test_only_rows_of_the_test_split_may_change_after_a_checkpoint(make, table):
         (",kind,x\n0,oak,1\n" + "1,ash,2\n2,oak,2\n" * 9, {}, r"column without a name.*exclude as 'Unnamed: 0'"),
         ("kind\n" + "oak\nash\n" * 9, {}, r"no column left for features"),
         ("kind,x\n" + 'oak,"1,5"\nash,"2,5"\n' * 9, {}, r"holds '1,5' and the like.*set csv\.decimal.*of thousands"),
-        ("kind,x\n" + "oak,1e300\nash,-1e300\n" * 9, {}, r"numbers of at most 1e\+30; got '1e\+300' in row 1"),
+        (
+            "kind,x\n" + "oak,1e300\nash,-1e300\n" * 9,
+            {},
+            r"numbers of at most 1e\+30; got '1e\+300' in row 0 \(from 0\)",
+        ),
     ],
 )
 def test_bad_files_are_refused(make, content, options, said):

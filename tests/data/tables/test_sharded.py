@@ -12,7 +12,7 @@ import torch
 
 from lightning_accel.data import CSVFormat, ShardOptions, TabularDataModule
 from lightning_accel.data.tables import statistics
-from lightning_accel.data.tables.datamodule import _make_encoder
+from lightning_accel.data.tables.encoding import make_encoder
 from lightning_accel.models import MoEClassifier
 
 
@@ -68,7 +68,7 @@ def test_rows_are_encoded_as_scikit_learn_encodes_the_training_rows(tmp_path, fl
             wild=found["wild"].astype(float),
         )
     assert [len(found) for found in splits.values()] == [290, 63, 47]
-    encoder = _make_encoder({name: name not in ("colour", "zone") for name in names}).fit(splits["train"][names])
+    encoder = make_encoder({name: name not in ("colour", "zone") for name in names}).fit(splits["train"][names])
     assert data.feature_names[:5] == names[:5]
     assert data.feature_names[5:8] == ["missingindicator_width", "missingindicator_half", "colour=<missing>"]
     assert data.class_names == ["iris", "rose", "tulip"]
@@ -155,8 +155,31 @@ def test_what_cannot_be_predicted_is_refused_before_training(tmp_path, flowers):
 
 def test_quantities_are_no_classes(tmp_path, flowers):
     folder = folder_of(tmp_path / "rows", changed(flowers, species=pa.array(np.linspace(0, 1, 400))))
-    with pytest.raises(ValueError, match=r"'species' of .* different numbers, 0.*SequenceDataModule"):
+    with pytest.raises(ValueError, match=r"'species' of .* different numbers, 0.*target_kind='regression'"):
         data_of(folder).setup()
+
+
+def test_quantities_of_a_folder(tmp_path, flowers):
+    numbers = np.linspace(-3, 1000, 400)
+    folder = folder_of(tmp_path / "rows", changed(flowers, species=pa.array(numbers)))
+    data = data_of(folder, target_kind="regression")
+    data.setup()
+    blocks = data._table.splits["train"]
+    of_training = np.concatenate([np.array(blocks.read(block, ["species"])["species"]) for block in range(len(blocks))])
+    assert (data.num_targets, data.class_names) == (1, None)
+    np.testing.assert_allclose(data.target_mean + data.target_std, [of_training.mean(), of_training.std()])
+    found = torch.cat([targets for _, targets in data.test_dataloader()])
+    assert found.dtype == torch.float32
+    assert np.isin(found.numpy(), numbers.astype(np.float32)).all()
+    assert len(found) == data._table.splits["test"].num_rows
+    assert data_of(folder, target_kind="regression").setup() is None  # from the cache
+    for name, column, said in (
+        ("text", ["a", "b"] * 200, "holds texts"),
+        ("same", [0.1] * 400, "one number only, 0.1"),
+    ):
+        wrong = folder_of(tmp_path / name, changed(flowers, species=pa.array(column)))
+        with pytest.raises(ValueError, match=said):
+            data_of(wrong, target_kind="regression").setup()
 
 
 def test_whole_numbers_are_categories_without_a_point_where_some_are_missing(tmp_path, flowers):
