@@ -23,8 +23,8 @@ class MixtureModel(SizedModel):
     """Score samples by an encoder, a residual mixture of experts, and a head; train by a loss of the scores.
 
     A subclass implements ``forward``, whose output has the scores and then the report of the gate, ``_num_scores``,
-    ``_targets``, ``_loss`` and ``_build_metrics``, and lists the metrics in ``metric_names``: those of validation and test are the
-    attributes ``val_NAME`` and ``test_NAME``, and the first has ``train_NAME``, too.
+    ``_targets``, ``_loss`` and ``_build_metrics``, and lists the metrics in ``metric_names``: those of validation and
+    test are the attributes ``val_NAME`` and ``test_NAME``, and the first has ``train_NAME``, too.
     """
 
     metric_names: ClassVar[tuple[str, ...]]
