@@ -79,8 +79,8 @@ class Refusal:
 def factors_for(facts: Mapping[str, Any], wait_share: float) -> list[Factor | Refusal]:
     """Return what can be tried on a run, and what cannot; what to try first comes first.
 
-    Changes that most runs gain by come first. On the CPU compilation comes last, since it starts much more slowly than the
-    other changes.
+    Changes that most runs gain by come first. On the CPU compilation comes last, since it starts much more slowly than
+    the other changes.
 
     Args:
         facts: see :func:`lightning_accel.tuning.recorder.facts_of`.
