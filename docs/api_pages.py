@@ -90,8 +90,16 @@ def _skip_field(app: Sphinx, what: str, name: str, value: object, skip: bool, op
     return True if not ours or (inspect.getdoc(value) or "").startswith("Alias for field number") else None
 
 
+def _plain_defaults(
+    app: Sphinx, what: str, name: str, value: object, options: object, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
+    """Write ... for the default of a dataclass field that a function makes, since <factory> cannot be parsed."""
+    return signature and signature.replace("<factory>", "..."), returns
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Write the pages before Sphinx looks for files."""
     write_pages(Path(app.srcdir) / "api")
+    app.connect("autodoc-process-signature", _plain_defaults)
     app.connect("autodoc-skip-member", _skip_field)
     return {"parallel_read_safe": True}

@@ -53,8 +53,10 @@ nb_merge_streams = True
 
 autodoc_inherit_docstrings = False  # a hook of Lightning's is shown where we say more of it than Lightning does
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True  # a signature with <class ...> cannot be parsed, and stands on one line
 autodoc_typehints_format = "short"
 maximum_signature_line_length = 80
+toc_object_entries_show_parents = "hide"
 napoleon_numpy_docstring = False
 copybutton_exclude = ".linenos, .gp, .go"
 copybutton_prompt_text = r"\$ |>>> |\.\.\. "
