@@ -10,7 +10,7 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -123,6 +123,13 @@ class NativeLibrary:
                 )
             return False
         return True
+
+    def build_ahead(self) -> None:
+        """Build the library for this processor unless it is there, switched off, or cannot be built."""
+        device = torch.device("cpu")
+        if self.state(device) == "not built yet":
+            with suppress(BuildError):  # which the first use tells
+                self.build(cpu_target())
 
     def build(self, target: str) -> Path:
         """Build the library for ``target`` (``AVX512``, ``AVX2``, ``DEFAULT`` or ``sm_90``) unless it is cached.

@@ -29,11 +29,17 @@ _CPU_FLAGS = {
 }
 _SOURCES = (".cpp", ".cu", ".h", ".hh", ".hpp", ".hxx", ".cuh", ".inc", ".inl", ".ipp", ".tpp")
 # Run in a separate process, which can be killed, whose output has all messages of the compiler, and which alone
-# crashes if the library does not load. The current folder is removed from the module path.
+# crashes if the library does not load. The current folder is removed from the module path. If the process that waits
+# for it is killed, it ends itself: compilers that go on in the background slow every later try.
 _BUILD = """
 import sys
 sys.path[:] = [path for path in sys.path if path]
-import json
+import json, os, signal, threading, time
+def end_with(parent):
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.killpg(0, signal.SIGTERM)
+threading.Thread(target=end_with, args=(int(sys.argv[2]),), daemon=True).start()
 from torch.utils.cpp_extension import load
 load(**json.loads(sys.argv[1]))
 """
@@ -194,7 +200,10 @@ def _lock(path: Path, timeout: float) -> Iterator[None]:
 def _build(name: str, folder: Path, target: str, library: Path, timeout: float) -> None:
     compiler = _compiler()
     # a warning, since programs without a logging setup show only warnings, and this may take minutes
-    _LOG.warning("%s is built for %s, once; %s", name, target, "some minutes" if _is_cuda(target) else "half a minute")
+    _LOG.warning(
+        "%s is built for %s, once; %s on a quiet machine. LIGHTNING_ACCEL_NATIVE=0 goes without it",
+        name, target, "some minutes" if _is_cuda(target) else "half a minute",
+    )  # fmt: skip
     _delete_stale_builds(library.parent)
     # a temporary folder, since torch's lock file in it would outlive a killed process
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as made:
@@ -208,7 +217,7 @@ def _build(name: str, folder: Path, target: str, library: Path, timeout: float) 
             "extra_include_paths": [str(folder)],
             "is_python_module": False,
         }
-        command = [sys.executable, "-c", _BUILD, json.dumps(settings)]
+        command = [sys.executable, "-c", _BUILD, json.dumps(settings), str(os.getpid())]
         _run(command, _build_environment(target, compiler, Path(made)), timeout)
         (Path(made) / f"{name}.so").chmod(0o755)  # whatever the umask, other users must not be able to change it
         os.replace(Path(made) / f"{name}.so", library)  # atomic, so that no process loads half a file

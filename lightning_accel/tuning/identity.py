@@ -57,8 +57,9 @@ def identity_of(project: Project, goal: str, files: Iterable[Path]) -> dict[str,
 
 
 def _decides_speed(variable: str) -> bool:
-    """Return whether a variable may; places of caches, which torch sets to a folder in that of TMPDIR, do not."""
-    return variable.startswith(_PREFIXES) and not variable.endswith(("_CACHE_DIR", "_CACHE_PATH"))
+    """Return whether a variable may; places of caches, and what libraries set as they are imported, do not."""
+    set_by_libraries = variable.endswith(("_CACHE_DIR", "_CACHE_PATH")) or variable == "KMP_DUPLICATE_LIB_OK"
+    return variable.startswith(_PREFIXES) and not set_by_libraries
 
 
 def files_in(arguments: Sequence[str]) -> list[Path]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_accel.ops.extras import import_on_use, require_module
+from lightning_accel.ops.native import KERNELS
 from lightning_accel.strategies.checkpoints.atomic import NotWrittenError, explain_disk_errors
 from lightning_accel.tuning.choices import GOALS, Goal
 from lightning_accel.tuning.identity import files_in, identity_of
@@ -108,6 +109,7 @@ def tune(
         command = f"lightning-accel tune {' '.join(arguments)}"
     if goal == "latency":
         project = replace(project, arguments=project.arguments | {"serves": True})
+    KERNELS.build_ahead()  # in no trial, whose start it would slow by more than a small budget
     identity = identity_of(project, goal, files)
     folder = Path(output)
     make_folder(folder)
@@ -117,10 +119,15 @@ def tune(
         progress.TextColumn("best so far {task.fields[best]:.2f}"),
     ) as bar:
         task = bar.add_task("the run as it is", total=1.0, best=1.0)
-        search = Search(
-            project, folder, seconds, identity, goal, allow,
-            lambda what, share, best: bar.update(task, description=what, completed=share, best=best),
-        )  # fmt: skip
+
+        def show(what: str, share: float, best: float) -> None:
+            if (
+                not bar.console.is_terminal and bar.tasks[0].description != what
+            ):  # a file shows the bar at its end alone
+                bar.print(f"{share:4.0%} of the budget, best so far {best:.2f}: {what}", markup=False, highlight=False)
+            bar.update(task, description=what, completed=share, best=best)
+
+        search = Search(project, folder, seconds, identity, goal, allow, show)
         journal = search.measurer.journal
         if len(journal):
             num_cut = journal.num_cut

@@ -50,6 +50,7 @@ def test_what_differs_is_named(config, monkeypatch):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     monkeypatch.setenv("HISTFILE", "nobody measures this")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "a folder of this job")
+    monkeypatch.setenv("KMP_DUPLICATE_LIB_OK", "True")  # libraries set it
     monkeypatch.setattr(identity.torch, "__version__", "9.9")
     monkeypatch.setattr(identity, "machine_name", lambda: "another machine")
     now = identity_of(PROJECT, "memory", [])
@@ -60,6 +61,7 @@ def test_what_differs_is_named(config, monkeypatch):
     assert "; OMP_NUM_THREADS was 2, and is not given; ONEDNN_MAX_CPU_ISA was not given, and is AVX2" in message
     assert "HISTFILE" not in message
     assert "CACHE_DIR" not in message
+    assert "KMP" not in message
 
 
 def test_code_of_the_run_belongs_to_it_wherever_it_stands(monkeypatch, tmp_path):

@@ -36,6 +36,19 @@ def test_rejects_other_budgets(command, config, run_folder, budget):
     assert list(run_folder.iterdir()) == [config]
 
 
+def test_a_file_has_a_line_for_each_measurement(monkeypatch, tmp_path, capsys):
+    def run(self):
+        for what in ("alone a", "alone a", "alone b"):
+            self.measurer.progress(what, 0.25, 1.5)
+        return self.outcome
+
+    monkeypatch.setattr("lightning_accel.tuning.program.Search.run", run)
+    monkeypatch.setattr("lightning_accel.tuning.program.KERNELS.build_ahead", lambda: None)
+    tune(["--model", "Classifier"], output=tmp_path / "tuned")
+    lines = [line for line in capsys.readouterr().out.splitlines() if "of the budget" in line]
+    assert lines == [" 25% of the budget, best so far 1.50: alone a", " 25% of the budget, best so far 1.50: alone b"]
+
+
 def test_a_missing_package_is_named_before_anything_is_measured(command, config, run_folder, monkeypatch):
     def missing(name):
         raise ModuleNotFoundError(f'{name} is needed here: pip install "lightning_accel[tune]"')

@@ -302,7 +302,14 @@ class Quantization(L.Callback):
                 ) from error
 
     def _check_monitor(self, found: Deployed) -> None:
-        if self.monitor is None or self.monitor in found.figures:
+        figure = None if self.monitor is None else found.figures.get(self.monitor)
+        allows_all = self.max_drop is not None and self.max_drop >= 1 and self.monitor_mode == "max"
+        if figure is not None and allows_all and 0 <= figure <= 1:
+            rank_zero_warn(
+                f"max_drop={self.max_drop:g} allows any loss of {self.monitor!r}, which is {figure:.3g} before "
+                "training: it is in the unit of the metric, so that 0.01 is one percent of an accuracy"
+            )
+        if self.monitor is None or figure is not None:
             return
         if not self._is_measured_here:
             raise not_logged("Quantization", self.monitor, found.figures, _BY_VALIDATION)

@@ -478,6 +478,12 @@ def test_what_cannot_work_is_refused_before_training(tmp_path):
         fit(Silent(), [Quantization()], tmp_path, validate=False)
 
 
+def test_a_limit_that_allows_any_accuracy_is_told_before_training(tmp_path):
+    module = Plain()
+    with pytest.warns(UserWarning, match="max_drop=1 allows any loss of 'val/accuracy', which is 0.* one percent"):
+        fit(module, [Quantization(monitor="val/accuracy", max_drop=1.0)], tmp_path, fast_dev_run=1)
+
+
 def test_missing_packages_are_named_before_training(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(ModuleNotFoundError, match=r"onnxruntime is needed here .*lightning_accel\[compress"):
