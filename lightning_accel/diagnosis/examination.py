@@ -225,6 +225,8 @@ class _Examination(L.Callback):
         if self.seen == self.profile_from:
             self.profiler = _profiler(pl_module.device)
             self.profiler.start()
+        if self.profiler is not None and self.seen == self.profile_until:  # as much loading as training is in it
+            self._read_profile()
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         pairs = pl_module.named_parameters()
@@ -241,15 +243,6 @@ class _Examination(L.Callback):
             self.found.bad_loss = bad_loss_of(pl_module, outputs)
             if self.compiled is not None:
                 self.compiled.stop()
-        if self.profiler is not None and self.seen == self.profile_until:
-            self.profiler.stop()
-            self.tree = CallTree(self.profiler)
-            self.found.syncs = host_syncs(self.tree, _PROFILED)
-            self.profiler = None
-            gc.collect()  # or it would be while a step is timed
-            self.began = time.monotonic()  # what reading the profile took is not the run's
-            if self.turns is not None:
-                torch.set_num_threads(self.turns.fewer)  # for one batch, in which compiled modules compile for them
         timed = self.seen - self.timed_from
         if timed == 0:
             self._restore()
@@ -267,6 +260,18 @@ class _Examination(L.Callback):
         is_late = time.monotonic() - self.began > seconds and min(timed, len(self.steps.steps)) >= least
         if timed >= self.max_steps or is_late:
             self._end_phase(trainer)
+
+    def _read_profile(self) -> None:
+        assert self.found is not None
+        assert self.profiler is not None
+        self.profiler.stop()
+        self.tree = CallTree(self.profiler)
+        self.found.syncs = host_syncs(self.tree, _PROFILED)
+        self.profiler = None
+        gc.collect()  # or it would be while a step is timed
+        self.began = time.monotonic()  # what reading the profile took is not the run's
+        if self.turns is not None:
+            torch.set_num_threads(self.turns.fewer)  # for one batch, in which compiled modules compile for them
 
     def _end_phase(self, trainer: L.Trainer) -> None:
         """Stop the fit, or if there are too many workers, go on with fewer for as many batches again."""

@@ -172,6 +172,20 @@ def test_items_and_prints_are_found_by_their_function(capsys):
     assert all(one.ms > 0 for one in found)
 
 
+def test_items_between_steps_are_counted_in_each_batch():
+    class Reading(Rows):
+        def __getitem__(self, index):
+            return super().__getitem__(index) * torch.ones(()).item()
+
+    class Hooked(Sleeping):
+        def on_train_batch_end(self, *_):
+            torch.ones(()).item()
+
+    loader = DataLoader(Reading(8, 5), batch_size=5)
+    read = {one.place.split(" in ")[1]: one.times for one in findings(Hooked(), loader)[1].syncs}
+    assert read == {"__getitem__": 5, "on_train_batch_end": 1}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "64-true"])
 def test_float64_is_found_in_weights_and_batches(precision):
@@ -407,6 +421,13 @@ def test_a_diagnosis_is_told_written_and_drawn(monkeypatch, clock, run_folder, c
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError, match="matplotlib is needed"):
         found.draw(target)
+
+
+def test_a_doctor_is_given_a_function():
+    made = (trainer_of(), Sleeping(), rows())
+    for no_function in (made[0], made):
+        with pytest.raises(TypeError, match=f"got {type(no_function).__name__}. Pass the function itself"):
+            doctor(no_function)
 
 
 def test_the_timeline_has_a_unit(tmp_path, monkeypatch):
