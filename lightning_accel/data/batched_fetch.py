@@ -127,10 +127,10 @@ def _read_both_ways(dataset: Dataset[Any], rows: list[int]) -> tuple[Any, str]:
     """Return the batch of single samples, and why it cannot be read at once, or nothing if it can."""
     with isolate_rng(include_cuda=False):
         found = _at_once(dataset, rows)
-    before = _random_state()
+    before = random_state()
     batch = default_collate([dataset[row] for row in rows])
     name = type(dataset).__name__
-    if _random_state() != before:
+    if random_state() != before:
         return batch, f"{name} draws random numbers for its samples"
     if found is None or not _are_equal(found, batch):
         return batch, f"{name} does not return for an array of indices what it does for single ones"
@@ -182,7 +182,7 @@ def _are_equal(one: Any, other: Any) -> bool:
     return torch.equal(one, other) or torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-def _random_state() -> tuple[Any, ...]:
+def random_state() -> tuple[Any, ...]:
     kind, keys, *rest = np.random.get_state()  # noqa: NPY002  # the global one, which datasets use
     return torch.get_rng_state().tolist(), kind, np.asarray(keys).tolist(), rest, random.getstate()
 

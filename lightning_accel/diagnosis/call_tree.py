@@ -157,7 +157,7 @@ class CallTree:
             if begin <= node.extra_fields.sequence_number < end:
                 until = node.end_time_ns if following is None else following.start_time_ns
                 backward = backward.plus(Span(until - node.start_time_ns, _span(node).events))
-        place = f"{_short(_file(call))}:{line} in {_function(call)}"
+        place = f"{short_path(_file(call))}:{line} in {_function(call)}"
         return Loop(place, times, sum(1 for each in operations if not _is_operation(each.parent)), forward, backward)
 
 
@@ -192,8 +192,19 @@ def walk(event: Any) -> Iterator[Any]:
 
 def is_users(call: Any) -> bool:
     """Return whether the function of a Python call is neither of a package that is installed nor of Python's."""
-    file = _file(call)
+    return is_users_file(_file(call))
+
+
+def is_users_file(file: str) -> bool:
+    """Return whether a file is neither of a package that is installed nor of Python's."""
     return bool(file) and "site-packages" not in file and not file.startswith(_NOT_THE_USERS)
+
+
+def short_path(file: str) -> str:
+    """Return the path without the folder of installed packages, or relative to the working directory."""
+    installed = file.partition("site-packages/")[2]
+    path = Path(file)
+    return installed or (str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file)
 
 
 def callers(event: Any) -> Iterator[Any]:
@@ -213,7 +224,8 @@ def place_of(event: Any) -> tuple[str, bool]:
         file = _file(call)
         is_torch = "site-packages/torch/" in file or file.startswith(("<", _STDLIB))  # or a decorator
         if file and not is_torch:
-            return f"{_short(file)}:{_line_in(call, inner) or _first_line(call)} in {_function(call)}", is_users(call)
+            line = _line_in(call, inner) or _first_line(call)
+            return f"{short_path(file)}:{line} in {_function(call)}", is_users(call)
         inner = call
     return "", False
 
@@ -285,10 +297,3 @@ def _line_in(call: Any, child: Any) -> int | None:
     """Return the line of the function ``call`` that calls ``child``, None for operators, which are no calls."""
     caller = getattr(child.extra_fields, "caller", None)
     return None if caller is None or caller.function_name != _function(call) else int(caller.line_number)
-
-
-def _short(file: str) -> str:
-    """Return the path without the folder of installed packages, or relative to the working directory."""
-    installed = file.partition("site-packages/")[2]
-    path = Path(file)
-    return installed or (str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file)

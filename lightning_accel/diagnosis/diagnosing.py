@@ -95,15 +95,22 @@ def doctor(
 
     Raises:
         TooShortError: if the run ends before its steps were timed.
+        TypeError: if ``make`` is no function, or returns something else.
         ValueError: if ``seconds`` is not positive.
     """
     if seconds <= 0:
         raise ValueError(f"seconds must be positive; got {seconds}")
     if make is None:
         return Diagnosis(describe_machine(), measure_rates(folder))
+    if not callable(make):
+        raise TypeError(
+            f"doctor takes a function that makes (trainer, module, data); got {type(make).__name__}. Pass the function "
+            "itself, doctor(make), not what it returns"
+        )
     from lightning_accel.diagnosis.examination import examine
+    from lightning_accel.measure import make_run
 
-    trainer, module, data = make()
+    trainer, module, data = make_run(make, {})
     seen = examine(trainer, module, data, seconds=seconds)
     return None if seen is None else diagnose(seen, folder)
 

@@ -23,6 +23,7 @@ from lightning_accel.callbacks.padding import padding_shares
 from lightning_accel.diagnosis.call_tree import CallTree
 from lightning_accel.diagnosis.graph_breaks import Compilations, CompiledCalls, GraphBreaks, compilations_since
 from lightning_accel.diagnosis.host_syncs import HostSync, host_syncs
+from lightning_accel.diagnosis.loader_lines import LoaderLine, trace_loading
 from lightning_accel.diagnosis.loader_times import facts_of, loading_ms, set_workers, start_ms, use_fewer_workers
 from lightning_accel.diagnosis.thread_turns import BATCHES, ThreadTurns
 from lightning_accel.measure import (
@@ -80,6 +81,8 @@ class Examined:
         padding: share of the tokens of batches that are padding.
         module: the module, as the last batch left it.
         loader_facts: settings of the training DataLoaders.
+        loader_lines: lines of the user's that take most of the time of loading, the most expensive first.
+        loader_draws: whether loading draws random numbers.
         log_every_n_steps: the Trainer's.
         threads: threads within an operation.
         batch_bytes: of the tensors of a batch.
@@ -131,6 +134,8 @@ class Examined:
     padded_columns: float = 0.0
     padding: float = 0.0
     loader_facts: list[dict[str, Any]] = field(default_factory=list)
+    loader_lines: list[LoaderLine] = field(default_factory=list)
+    loader_draws: bool = False
 
     @property
     def multiplies_in(self) -> str:
@@ -150,6 +155,7 @@ class Examined:
             "memory": None if self.memory is None else self.memory.to_dict(),
             "syncs": [sync._asdict() for sync in self.syncs],
             "loops": [loop._asdict() for loop in self.loops],
+            "loader_lines": [line._asdict() for line in self.loader_lines],
             "compilations": None if self.compilations is None else self.compilations._asdict(),
             "graph_breaks": [each._asdict() for each in self.graph_breaks],
         }
@@ -225,6 +231,8 @@ class _Examination(L.Callback):
         if self.seen == self.profile_from:
             self.profiler = _profiler(pl_module.device)
             self.profiler.start()
+        if self.profiler is not None and self.seen == self.profile_until:  # as much loading as training is in it
+            self._read_profile()
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         pairs = pl_module.named_parameters()
@@ -241,15 +249,6 @@ class _Examination(L.Callback):
             self.found.bad_loss = bad_loss_of(pl_module, outputs)
             if self.compiled is not None:
                 self.compiled.stop()
-        if self.profiler is not None and self.seen == self.profile_until:
-            self.profiler.stop()
-            self.tree = CallTree(self.profiler)
-            self.found.syncs = host_syncs(self.tree, _PROFILED)
-            self.profiler = None
-            gc.collect()  # or it would be while a step is timed
-            self.began = time.monotonic()  # what reading the profile took is not the run's
-            if self.turns is not None:
-                torch.set_num_threads(self.turns.fewer)  # for one batch, in which compiled modules compile for them
         timed = self.seen - self.timed_from
         if timed == 0:
             self._restore()
@@ -267,6 +266,18 @@ class _Examination(L.Callback):
         is_late = time.monotonic() - self.began > seconds and min(timed, len(self.steps.steps)) >= least
         if timed >= self.max_steps or is_late:
             self._end_phase(trainer)
+
+    def _read_profile(self) -> None:
+        assert self.found is not None
+        assert self.profiler is not None
+        self.profiler.stop()
+        self.tree = CallTree(self.profiler)
+        self.found.syncs = host_syncs(self.tree, _PROFILED)
+        self.profiler = None
+        gc.collect()  # or it would be while a step is timed
+        self.began = time.monotonic()  # what reading the profile took is not the run's
+        if self.turns is not None:
+            torch.set_num_threads(self.turns.fewer)  # for one batch, in which compiled modules compile for them
 
     def _end_phase(self, trainer: L.Trainer) -> None:
         """Stop the fit, or if there are too many workers, go on with fewer for as many batches again."""
@@ -389,6 +400,7 @@ def examine(
     _read_tree(watch, found)
     _time_starts(watch, found, trainer.num_training_batches)
     found.loading_ms = loading_ms(watch.loaders, seconds / 3, max_steps)
+    found.loader_lines, found.loader_draws = trace_loading(watch.loaders, seconds / 3, max_steps)
     return found
 
 

@@ -93,16 +93,19 @@ def _slow_loader(seen: Examined, parts: dict[str, float], machine: Machine) -> I
     workers = sum(facts["num_workers"] or 0 for facts in seen.loader_facts)
     alone = "" if seen.loading_ms is None else f"; alone it takes {seen.loading_ms:.3g} ms a batch"
     most = max(int(machine.cores) // seen.world_size, 1)
+    once = "augment whole batches in on_after_batch_transfer" if seen.loader_draws else "prepare samples once, ahead"
     if not workers:
         mend = (
             f"num_workers=1 to {most}, persistent_workers=True, where a batch takes longer to load than to send from "
-            "another process; or prepare samples once, ahead (tune measures what workers bring)"
+            f"another process; or {once} (tune measures what workers bring)"
         )
     elif workers > most:
         mend = f"num_workers={most}: {workers} workers share {machine.cores:g} cores with the training"
     else:
-        mend = "prepare samples once, ahead, or make __getitem__ faster; more workers where there are more cores"
+        mend = f"{once}, or make __getitem__ faster; more workers where there are more cores"
     what = f"the run waits for data {parts['data'] / step:.0%} of a step; the loader has {workers} workers{alone}"
+    lines = [f"{line.share:.0%} in {line.place} ({line.text})" for line in seen.loader_lines]
+    what += f"; of loading, {' and '.join(lines)}" if lines else ""
     yield Finding("slow loader", what, parts["data"], mend, "data")
 
 

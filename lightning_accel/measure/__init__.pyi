@@ -4,6 +4,7 @@ from lightning_accel.measure.isolation import isolate as isolate
 from lightning_accel.measure.machine import Gpu as Gpu
 from lightning_accel.measure.machine import Machine as Machine
 from lightning_accel.measure.machine import describe_machine as describe_machine
+from lightning_accel.measure.made_run import make_run as make_run
 from lightning_accel.measure.memory import MemoryCount as MemoryCount
 from lightning_accel.measure.memory import MemoryUse as MemoryUse
 from lightning_accel.measure.peak_memory import PeakMemory as PeakMemory

@@ -15,6 +15,7 @@ from typing import Any
 import lightning as L
 
 from lightning_accel.measure.machine import describe_machine
+from lightning_accel.measure.made_run import make_run
 from lightning_accel.measure.rates import measure_rates
 from lightning_accel.planning.candidates import AS_CONFIGURED, SMALLEST, Candidate, candidates_for
 from lightning_accel.planning.hardware import Cluster, Device, find_device
@@ -157,10 +158,11 @@ def plan(
     began = time.monotonic()
     if (gpus is None) == (processes is None):
         raise ValueError("give gpus, such as 8xH100-80GB, or the processes of each machine without GPUs")
-    if not (callable(config) or isinstance(config, str | Path | Sequence)):
+    is_list = isinstance(config, Sequence) and all(isinstance(one, str) for one in config)
+    if not (callable(config) or isinstance(config, Path) or is_list):
         raise TypeError(
-            "config must be a file, a list of arguments of fit, or a function that returns (trainer, module, data); "
-            f"got {config!r}"
+            "config must be a file, a list of arguments of fit, or a function that makes (trainer, module, data); got "
+            f"{type(config).__name__}. Pass the function itself, plan(make), not what it returns"
         )
     if not isinstance(gpus, str | Device | None):
         raise TypeError(f"gpus must be a number and a kind, as 8xH100-80GB, or a Device; got {gpus!r}")
@@ -274,11 +276,7 @@ def _adds_nothing(option: Option, base: Option | None) -> bool:
 
 
 def _fit_made(make: Make, options: dict[str, Any], fit: Fit) -> None:
-    made = make(**options)
-    if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], L.Trainer)):
-        name = getattr(make, "__qualname__", repr(make))
-        raise TypeError(f"{name} must return (trainer, module, data); got {type(made).__name__}")
-    fit(*made)
+    fit(*make_run(make, options))
 
 
 def _reason(error: Exception) -> str:

@@ -20,7 +20,7 @@ from lightning_accel.callbacks.ddp_settings import DDPSettings
 from lightning_accel.callbacks.memory_savings import MemorySavings
 from lightning_accel.callbacks.pruning.semi_structured import SemiStructuredSparsity
 from lightning_accel.callbacks.speedups import Speedups
-from lightning_accel.measure import isolate
+from lightning_accel.measure import isolate, make_run
 from lightning_accel.tuning.serving import serve_isolated
 
 if TYPE_CHECKING:
@@ -158,11 +158,8 @@ def fit_made(
         TypeError: if it does not return a Trainer, a LightningModule and data.
     """
     L.seed_everything(seed, workers=True, verbose=False)
-    made = find_function(make)(**changes.trainer_options())
-    if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], L.Trainer)):
-        raise TypeError(f"{make.rpartition(':')[2]} must return (trainer, module, data); got {type(made).__name__}")
-    trainer, module, data = made
-    trainer.callbacks = [*trainer.callbacks, *changes.callbacks(), *callbacks]
+    trainer, module, data = make_run(find_function(make), changes.trainer_options())
+    trainer.callbacks = [*trainer.callbacks, *changes.callbacks(), *callbacks]  # type: ignore[attr-defined]
     (fit or partial(serve_isolated if serves else fit_isolated, folder=folder))(trainer, module, data)
 
 

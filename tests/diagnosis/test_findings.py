@@ -27,11 +27,13 @@ from lightning_accel.diagnosis import (
     examination,
     examine,
     find_slowness,
+    loader_lines,
     loader_times,
 )
 from lightning_accel.diagnosis.examination import SlowLoop
 from lightning_accel.diagnosis.findings import Finding
 from lightning_accel.diagnosis.graph_breaks import Compilations, GraphBreaks
+from lightning_accel.diagnosis.loader_lines import LoaderLine
 from lightning_accel.diagnosis.picture import draw_step
 from lightning_accel.diagnosis.run_tables import _findings
 from lightning_accel.measure import Rates, Segment, Step, describe_machine, part_times, step_parts
@@ -72,7 +74,7 @@ def clear(run_folder):
 @pytest.fixture
 def clock(monkeypatch):
     """Sleeps take no time but on a clock of their own."""
-    use_clock(monkeypatch, examination, loader_times, step_parts)
+    use_clock(monkeypatch, examination, loader_lines, loader_times, step_parts)
 
 
 def test_a_sound_run_has_no_findings():
@@ -117,6 +119,27 @@ def test_a_sleeping_dataset_is_a_slow_loader(clock):
     assert found["slow loader"].cost_ms == pytest.approx(20, rel=0.01)
     assert seen.loading_ms == pytest.approx(20, rel=0.01)
     assert "num_workers=" in found["slow loader"].mend
+    assert "; of loading, 100% in " in found["slow loader"].what
+    assert "(self.now_ns += round(1e9 * seconds))" in found["slow loader"].what
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_that_are_drawn_are_not_to_be_prepared_once(workers):
+    facts = {"class": "DataLoader", "num_workers": workers, "pin_memory": False}
+    steps = [Step((Segment("data", "", 0, 10_000_000), Segment("forward", "", 10_000_000, 14_000_000)))]
+    lines = [LoaderLine("cnn.py:27", "sample(x)", 0.62), LoaderLine("cnn.py:26", "affine_grid(x)", 0.2)]
+    once, drawn = (
+        find_slowness(
+            seen_without_a_run(loader_facts=[facts], steps=steps, loader_lines=lines, loader_draws=draws),
+            replace(describe_machine(), cores=4),
+            RATES,
+        )[0]
+        for draws in (False, True)
+    )
+    assert once.what.endswith("; of loading, 62% in cnn.py:27 (sample(x)) and 20% in cnn.py:26 (affine_grid(x))")
+    assert "prepare samples once, ahead" in once.mend
+    assert "prepare samples" not in drawn.mend
+    assert "whole batches in on_after_batch_transfer" in drawn.mend
 
 
 def test_the_table_says_which_findings_count_the_same_time():
@@ -170,6 +193,20 @@ def test_items_and_prints_are_found_by_their_function(capsys):
         f"{__file__}:{first + 3} in training_step": (True, pytest.approx(5, abs=5)),
     }
     assert all(one.ms > 0 for one in found)
+
+
+def test_items_between_steps_are_counted_in_each_batch():
+    class Reading(Rows):
+        def __getitem__(self, index):
+            return super().__getitem__(index) * torch.ones(()).item()
+
+    class Hooked(Sleeping):
+        def on_train_batch_end(self, *_):
+            torch.ones(()).item()
+
+    loader = DataLoader(Reading(8, 5), batch_size=5)
+    read = {one.place.split(" in ")[1]: one.times for one in findings(Hooked(), loader)[1].syncs}
+    assert read == {"__getitem__": 5, "on_train_batch_end": 1}
 
 
 @pytest.mark.slow
@@ -407,6 +444,13 @@ def test_a_diagnosis_is_told_written_and_drawn(monkeypatch, clock, run_folder, c
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError, match="matplotlib is needed"):
         found.draw(target)
+
+
+def test_a_doctor_is_given_a_function():
+    made = (trainer_of(), Sleeping(), rows())
+    for no_function in (made[0], made):
+        with pytest.raises(TypeError, match=f"got {type(no_function).__name__}. Pass the function itself"):
+            doctor(no_function)
 
 
 def test_the_timeline_has_a_unit(tmp_path, monkeypatch):

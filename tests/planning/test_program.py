@@ -251,12 +251,13 @@ def test_arguments_of_other_types(arguments):
     name = list(arguments)[-1]
     with pytest.raises(TypeError, match=f"{name} must be"):
         plan(run_of("dense"), **arguments)
-    with pytest.raises(TypeError, match="config must be a file"):
-        plan(3, **arguments)
+    for no_run in (3, make("dense")):
+        with pytest.raises(TypeError, match=f"config must be a file.*; got {type(no_run).__name__}. Pass the function"):
+            plan(no_run, **arguments)
 
 
 def test_functions_that_are_no_run():
-    with pytest.raises(TypeError, match=r"must return \(trainer, module, data\); got list"):
+    with pytest.raises(TypeError, match=r"must return \(trainer, module, data\), in this order; got list"):
         plan(lambda **options: [], SMALL)
 
     def with_own_devices(**options):
