@@ -18,7 +18,9 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import lightning as L
 import pytest
+import torch
 import torch.distributed as dist
 import yaml
 from sklearn.datasets import load_iris
@@ -142,6 +144,25 @@ def test_script_runs(folder, script):
     if "classes.csv" in script.text:
         (written,) = folder.rglob("classes.csv")
         assert len(written.read_text().splitlines()) == 101
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_script_that_is_started_again_ends_as_if_never_stopped(folder, monkeypatch):
+    (script,) = [one.text for one in scripts_of(BLOCKS["docs/guides/survive.md"]) if "newest_checkpoint" in one.text]
+
+    def trained(place, *lengths):
+        (folder / place).mkdir()
+        monkeypatch.chdir(folder / place)
+        for seed, length in enumerate(lengths):
+            L.seed_everything(seed)  # another one, so that a run that began anew would end otherwise
+            names = {"__name__": "documentation"}
+            exec(script.replace("max_epochs=3", f"max_epochs={length}"), names)
+        return names["trainer"].model.state_dict()
+
+    whole, resumed = trained("whole", 3), trained("resumed", 1, 3)
+    assert (folder / "resumed/runs/digits/lightning_logs/version_1").is_dir()
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
 
 
 @pytest.mark.slow

@@ -363,6 +363,23 @@ def EarlyStopping(
     )
 
 
+def warn_of_early_end(trainer: L.Trainer, aim: str) -> None:
+    """Warn that Lightning's ``EarlyStopping``, which knows no phases, may end a run before ``aim``.
+
+    Args:
+        trainer: whose callbacks are examined.
+        aim: a clause, such as "Pruning reaches its target".
+    """
+    knows_phases = all(isinstance(one, RestoringEarlyStopping) for one in callbacks_of(trainer, LightningEarlyStopping))
+    has_minimum = bool(trainer.min_steps) or (trainer.min_epochs or 0) > 1
+    if not (knows_phases or has_minimum):
+        rank_zero_warn(
+            f"EarlyStopping of Lightning may end the run before {aim}, since it compares the model with those before. "
+            "Take lightning_accel.RestoringEarlyStopping, which waits until then, or set min_epochs or min_steps of "
+            "the Trainer"
+        )
+
+
 def _convert_earlier(state: Mapping[str, Any], worst: float) -> dict[str, Any]:
     """Convert the state of an earlier version of this callback, which tracked several metrics; keep the first."""
     watch = next(iter(state["watches"].values()))

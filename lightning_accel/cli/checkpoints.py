@@ -2,8 +2,9 @@
 
 import os
 import pickle
+import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_accel._private.lightning import given_version, saves_sharded, set_version
+from lightning_accel.callbacks import Pruning
 from lightning_accel.cli.errors import UsageError, nearest
 from lightning_accel.cli.run_folder import RunLocks, lock_run_folder, run_folder_of
+from lightning_accel.compress.channels.plan import find_plans
 from lightning_accel.strategies import AtomicCheckpointIO, AtomicModelParallelStrategy, BackgroundCheckpointIO
 from lightning_accel.strategies.checkpoints.io import checkpoint_folders, checkpoint_io_of, newest_checkpoint
 from lightning_accel.strategies.checkpoints.named_code import code_named_in
@@ -24,6 +27,8 @@ from lightning_accel.strategies.checkpoints.reading import read_checkpoint, requ
 from lightning_accel.strategies.checkpoints.stores import complete_checkpoints, is_remote, join_location
 from lightning_accel.strategies.sharding.metadata import METADATA, REST, rejected_object
 
+_REMOVAL = re.compile(r"(\w+)\{'structure': '(\w+)'")  # the state_key of a Pruning
+_PARTS = {"width": "channels"}
 _MOST_NAMED = 5  # tensors or settings listed in a message
 
 
@@ -85,10 +90,14 @@ class Checkpoint:
         states = self.content.get("lr_schedulers") or [{}]  # missing from checkpoints of weights alone
         return states[0].get("total_steps")
 
-    def require_fits(self, model: L.LightningModule) -> None:
+    def require_fits(self, model: L.LightningModule, pruning: Sequence[Pruning] = ()) -> None:
         """Check names and shapes against those of ``model``, as far as they are known before its setup.
 
         Settings that differ but still fit are reported, since the config's override the checkpoint's.
+
+        Args:
+            model: rebuilt by the callbacks ``pruning`` where parts of the checkpoint's were removed.
+            pruning: those of the Trainer.
 
         Raises:
             UsageError: if names or shapes differ; the message lists tensors and settings.
@@ -110,10 +119,29 @@ class Checkpoint:
             raise UsageError(
                 f"{self.path} holds {self._kind(model)}another model than {type(model).__name__} as configured:\n"
                 + "\n".join(f"  {line}" for line in [*self._settings(model), *_shortened(sorted(problems))])
-                + "\nUse the config that the run saved (config_fit.yaml in its folder), or another checkpoint"
+                + "\n"
+                + self._advice(pruning)
             )
         if settings := self._settings(model):
             rank_zero_info("settings other than the checkpoint's: " + "; ".join(settings))
+
+    def _advice(self, pruning: Sequence[Pruning]) -> str:
+        """Say what to do with a checkpoint that does not fit, such as that of a model parts of which were removed."""
+        advice = "Use the config that the run saved (config_fit.yaml in its folder), or another checkpoint"
+        states = self.content.get("callbacks", {})
+        keys = [key for key in states if find_plans(states[key]) and key not in {one.state_key for one in pruning}]
+        removals = [found.groups() for key in keys if (found := _REMOVAL.match(key))]
+        if not removals:
+            return advice
+        parts = " and ".join(_PARTS.get(structure, f"{structure}s") for _, structure in removals)
+        options = " ".join(
+            f"--trainer.callbacks+={callback} --trainer.callbacks.structure={structure}"
+            for callback, structure in removals
+        )
+        return (
+            f"{parts.capitalize()} of the checkpoint's model were removed in its run. Add the callback that did it, "
+            f"{options}, or load it in Python, lightning_accel.compress.load_pruned(model, path). {advice}"
+        )
 
     def _kind(self, model: L.LightningModule) -> str:
         name = _class_name(self.content)

@@ -1,7 +1,6 @@
 """Subcommands ``lightning-accel {fit,validate,test,predict,export}``."""
 
 import logging
-import math
 import os
 import re
 import sys
@@ -33,7 +32,8 @@ import lightning_accel.precision
 import lightning_accel.strategies  # noqa: F401  # registers their short names
 from lightning_accel import data, models
 from lightning_accel._private.lightning import leave_subcommand_empty, omit_unknown_epochs
-from lightning_accel.callbacks import LowRankAdapters, PredictionWriter, RunReport, Watchdog
+from lightning_accel.callbacks import LowRankAdapters, PredictionWriter, Pruning, RunReport, Watchdog
+from lightning_accel.callbacks.resume.schedule_length import planned_steps
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of
 from lightning_accel.cli.checkpoints import (
     Checkpoint,
@@ -334,7 +334,7 @@ class AccelCLI(LightningCLI):
             else:
                 rebuild_shapes(self.trainer, model, content)
             if not callbacks_of(self.trainer, LowRankAdapters):  # which changes the model in setup, and checks it
-                self.checkpoint.require_fits(model)
+                self.checkpoint.require_fits(model, callbacks_of(self.trainer, Pruning))
             self.checkpoint = None  # the Trainer reads it again; this frees the memory
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
@@ -373,9 +373,7 @@ class AccelCLI(LightningCLI):
             scheduler = instantiate_class(optimizer, config.lr_scheduler)
             _require_long_enough(scheduler, module.trainer, config.lr_interval, saved_length)
             if saved_length is None:
-                report_unused_schedule(
-                    scheduler, _planned_steps(module.trainer, config.lr_interval), config.lr_interval
-                )
+                report_unused_schedule(scheduler, planned_steps(module.trainer, config.lr_interval), config.lr_interval)
             monitor = {"monitor": scheduler.monitor} if isinstance(scheduler, ReduceLROnPlateau) else {}
             return {
                 "optimizer": optimizer,
@@ -418,7 +416,7 @@ def _require_long_enough(scheduler: Any, trainer: L.Trainer, interval: str, save
     total = getattr(scheduler, "total_steps", None)
     if total is None:
         return
-    name, steps = type(scheduler).__name__, _planned_steps(trainer, interval)
+    name, steps = type(scheduler).__name__, planned_steps(trainer, interval)
     needed = f"but the run takes {steps:.0f} of its lr_interval, {interval!r}"
     if total < steps < float("inf"):
         raise UsageError(f"{name} ends after {total} steps, {needed}; give the scheduler the length of the run")
@@ -428,21 +426,6 @@ def _require_long_enough(scheduler: Any, trainer: L.Trainer, interval: str, save
             f"a resumed run goes on with the {name} of its checkpoint, which ends after {saved_length} steps, "
             f"{needed}; end it there with --trainer.{limit} {saved_length}, or train anew, without --ckpt_path"
         )
-
-
-def _planned_steps(trainer: L.Trainer, interval: str) -> float:
-    """Return how often the run steps a scheduler, from its first epoch on; infinite if unknown."""
-    if interval == "step":
-        return trainer.estimated_stepping_batches
-    epochs = float("inf") if trainer.max_epochs in (None, -1) else trainer.max_epochs
-    if trainer.max_steps == -1:
-        return epochs
-    trainer.fit_loop.setup_data()  # counts the batches
-    batches = trainer.num_training_batches
-    if batches == float("inf"):
-        return batches
-    steps_per_epoch = math.ceil(batches / trainer.accumulate_grad_batches)
-    return min(epochs, trainer.max_steps // max(steps_per_epoch, 1))  # an incomplete epoch steps no scheduler
 
 
 class _Progress(L.Callback):

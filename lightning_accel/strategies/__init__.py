@@ -8,7 +8,7 @@ from lightning_accel._lazy import public_dir
 from lightning_accel.ops.blocks import find_blocks
 from lightning_accel.strategies.checkpoints.atomic import write_atomically
 from lightning_accel.strategies.checkpoints.background import BackgroundCheckpointIO
-from lightning_accel.strategies.checkpoints.io import AtomicCheckpointIO, AtomicModelParallelStrategy
+from lightning_accel.strategies.checkpoints.io import AtomicCheckpointIO, AtomicModelParallelStrategy, newest_checkpoint
 from lightning_accel.strategies.data_parallel import DataParallelStrategy
 from lightning_accel.strategies.ddp import AccelDDPStrategy
 from lightning_accel.strategies.pipeline.strategy import PipelineStrategy
@@ -32,6 +32,7 @@ __all__ = [
     "convert_sync_batchnorm_",
     "find_blocks",
     "find_experts",
+    "newest_checkpoint",
     "revert_sync_batchnorm_",
     "write_atomically",
 ]

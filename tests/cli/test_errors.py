@@ -7,6 +7,7 @@ import sys
 import traceback
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -501,6 +502,39 @@ def test_module_that_mends_old_checkpoints_is_left_to_do_so(checkpoints):
     lenient = L.LightningModule()
     lenient.strict_loading = False
     checkpoint.require_fits(lenient)
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "parts", "options"),
+    [
+        (
+            ["Pruning{'structure': 'width'}"],
+            "Channels",
+            "--trainer.callbacks+=Pruning --trainer.callbacks.structure=width",
+        ),
+        (
+            ["OneShotPruning{'structure': 'block'}", "OneShotPruning{'structure': 'expert', 'exclude': []}"],
+            "Blocks and experts",
+            "structure=block --trainer.callbacks+=OneShotPruning --trainer.callbacks.structure=expert, or",
+        ),
+    ],
+)
+def test_checkpoint_of_a_model_without_some_parts_names_the_callback_that_removed_them(callbacks, parts, options):
+    model = torch.nn.Linear(2, 3)
+    plan = {"kept": {"weight": {"0": [0]}}, "shapes": {"weight": [3, 2]}, "attributes": {}}
+    states = {key: {"masks": {"channel_plan": plan}} for key in callbacks}
+    content = {"state_dict": {"weight": torch.zeros(1, 2), "bias": torch.zeros(3)}, "callbacks": states}
+    checkpoint = Checkpoint(Path("x.ckpt"), content)
+    whole = L.LightningModule()
+    whole.register_parameter("weight", model.weight)
+    whole.register_parameter("bias", model.bias)
+    with pytest.raises(UsageError, match=f"{parts} of the checkpoint's model were removed") as error:
+        checkpoint.require_fits(whole)
+    assert options in str(error.value)
+    present = [SimpleNamespace(state_key=key) for key in callbacks]
+    with pytest.raises(UsageError, match="another model") as error:  # rebuilt: something else differs
+        checkpoint.require_fits(whole, present)
+    assert "were removed" not in str(error.value)
 
 
 FAILING_LSTM = """

@@ -127,6 +127,7 @@ PRUNING = [
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")  # the test has no Distillation
 def test_a_run_whose_channels_are_removed_goes_on_as_if_never_stopped(command, run_folder):
     fit = ["fit", *QUIET, "--data=DigitsDataModule", "--data.num_workers=0", *PRUNING]
     kept = Path("lightning_logs/version_0/checkpoints/kept.ckpt")
@@ -155,6 +156,14 @@ def test_a_run_whose_channels_are_removed_goes_on_as_if_never_stopped(command, r
     other = command(*fit, *PRUNED, "--model.channels=[7, 9]", file, "--trainer.max_epochs=5")
     assert (other.status, "channels: [6, 9] in the checkpoint, [7, 9] in the model" in other.err) == (2, True)
     result = command(*fit, *PRUNED, file, "--trainer.max_epochs=5")
+    assert result.status == 0, result.err
+    test = ["test", *QUIET, "--data=DigitsDataModule", "--data.num_workers=0", *PRUNED, file]
+    pruned = command(*test)
+    advice = (
+        "Add the callback that did it, --trainer.callbacks+=Pruning --trainer.callbacks.structure=channel, or load it"
+    )
+    assert (pruned.status, advice in pruned.err) == (2, True)
+    result = command(*test, "--trainer.callbacks+=Pruning", "--trainer.callbacks.structure=channel")
     assert result.status == 0, result.err
 
 

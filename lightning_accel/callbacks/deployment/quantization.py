@@ -25,6 +25,7 @@ from lightning_accel.callbacks.deployment.export import exported_modules, file_o
 from lightning_accel.callbacks.deployment.integer_training import IntegerTraining
 from lightning_accel.callbacks.deployment.loaders import in_random_order, undistributed
 from lightning_accel.callbacks.deployment.memory import memory_of
+from lightning_accel.callbacks.early_stopping import warn_of_early_end
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.resume.random_state import restored_random_state
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of, not_logged
@@ -264,6 +265,8 @@ class Quantization(L.Callback):
         self._check_early(trainer, pl_module)
         if self.mode == "qat":
             self._training.attach(pl_module, self.exclude, self._name)
+            if self.begin:
+                warn_of_early_end(trainer, "Quantization(mode='qat') begins to round weights")
 
     def _check_early(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Raise before training what would make all measurements fail after it."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_accel.callbacks.compression_phase import announce_change, defer_best_checkpoints
+from lightning_accel.callbacks.early_stopping import warn_of_early_end
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.pruning.channels import ChannelStructure
 from lightning_accel.callbacks.pruning.masks import MaskStructure
@@ -236,6 +237,8 @@ class Pruning(L.Callback):
         self._set_steps(trainer)
         self._is_set_up = True
         self._require_order(trainer)
+        if self._step < self._last:
+            warn_of_early_end(trainer, f"Pruning reaches its target, at step {self._last}")
         if not isinstance(self._masks, PlannedRemoval):  # which does not know it yet
             _log_left_out(self.left_out)
 

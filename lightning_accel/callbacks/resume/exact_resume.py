@@ -32,6 +32,7 @@ from lightning_accel.callbacks.resume.random_state import (
     set_random_state,
 )
 from lightning_accel.callbacks.resume.resumed_fit import ModelCheckpointState, Moment, ResumedFit, moment_of
+from lightning_accel.callbacks.resume.schedule_length import require_long_schedules
 from lightning_accel.data.samplers import ResumableLoader, progress_of
 from lightning_accel.data.sequences.length_sampler import LengthBatchSampler
 from lightning_accel.nn import ContrastiveDivergence
@@ -69,6 +70,8 @@ class ExactResume(L.Callback):
     Loaders with their own ``state_dict`` (as in this package's data modules) restore their position themselves. An
     iterable data set without one starts from its beginning, with a warning. Random numbers that a data set draws in
     worker processes are drawn anew in the rest of a resumed epoch; those drawn with ``num_workers=0`` continue.
+
+    A schedule of fixed length, such as OneCycleLR, that ends before the resumed run does is rejected before training.
 
     On another number of processes the order continues after the last whole step of all of them, and a warning lists
     what is drawn or started anew.
@@ -114,6 +117,11 @@ class ExactResume(L.Callback):
         for name in ("process_dataloader", "on_train_start"):
             vars(trainer.strategy).pop(name, None)
         vars(trainer.fit_loop).pop("run", None)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Restore the loaders' samplers: no teardown follows, and a notebook may give the loaders to a new fit."""
+        for sampler in self._samplers:  # which checkpoints of this moment still describe
+            sampler.release()
 
     def state_dict(self) -> dict[str, Any]:
         trainer, moment = self._trainer, moment_of(self._trainer)
@@ -196,6 +204,7 @@ class ExactResume(L.Callback):
         if not loop.is_resuming:
             type(loop).run(loop)
             return
+        require_long_schedules(self._trainer)
         if self._before_sanity_check is not None:  # resumed fits run it too, and it overwrites the counters
             loop.epoch_loop.val_loop.batch_progress.load_state_dict(self._before_sanity_check)
         moment: Moment = self._saved_once.get("moment") or moment_of(self._trainer)

@@ -1,5 +1,6 @@
 """Plans of what to remove, as plain numbers, and their application to modules, optimizers and checkpoints."""
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -325,7 +326,13 @@ def load_pruned(module: Module, checkpoint: str | Path | Mapping[str, Any]) -> M
 
     Raises:
         ValueError: if the checkpoint has no weights, or the module has not the shapes from before the pruning.
+        TypeError: if ``module`` is no module, or ``checkpoint`` neither a path nor a mapping.
     """
+    if not (isinstance(module, nn.Module) and isinstance(checkpoint, str | os.PathLike | Mapping)):
+        raise TypeError(
+            "load_pruned(module, checkpoint) takes a module of the sizes from before the pruning, then the path or the "
+            f"content of a checkpoint; got {type(module).__name__}, then {type(checkpoint).__name__}"
+        )
     found = checkpoint if isinstance(checkpoint, Mapping) else read_checkpoint(checkpoint)
     if "state_dict" not in found:
         raise ValueError(f"the checkpoint holds {', '.join(map(str, found))}; its weights must be in 'state_dict'")

@@ -282,17 +282,34 @@ def reject_storage_options(options: Any) -> None:
         raise TypeError("storage_options go to a CheckpointIO, which sharded checkpoints do not use; leave them out")
 
 
-def newest_checkpoint(places: Iterable[str | Path], copies: LocalCopies | None = None) -> str | Path | None:
-    """Return the undamaged checkpoint that was written last among ``places`` and the folders among them, if any.
+def newest_checkpoint(
+    places: str | Path | Iterable[str | Path], copies: LocalCopies | None = None
+) -> str | Path | None:
+    """Return the undamaged checkpoint that was written last below a folder, None if there is none.
 
-    Newer checkpoints that are damaged, such as incomplete files that other writers leave, are skipped with a warning.
+    It may be a file or a sharded folder, of a ``ModelCheckpoint`` or of :class:`~lightning_accel.SaveOnSignal`, in any
+    of the folders ``version_N`` of a logger. Newer ones that are damaged, such as incomplete files that other writers
+    leave, are skipped with a warning.
+
+    With it, one script starts a run and resumes it: ``Trainer.fit`` begins anew with ``ckpt_path=None``. All runs below
+    the folder count as one, so give each run a folder of its own.
 
     Args:
-        places: files, folders, and URLs of folders in stores, where those are found that are complete.
-        copies: local copies of what stores hold; those whose upload was cut off are taken into account.
+        places: a folder, or several: files, folders, and URLs of folders in stores. Those that do not exist yet are
+            empty.
+        copies: local copies of what stores hold, ``AtomicCheckpointIO(local_folder=...).copies``; those whose upload
+            was cut off are taken into account.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_accel.strategies import newest_checkpoint
+        >>> trainer = L.Trainer(default_root_dir="runs/digits", max_epochs=5)
+        >>> newest = newest_checkpoint("runs/digits")  # for trainer.fit(model, data, ckpt_path=newest)
+        >>> newest is None
+        True
     """
     found: list[tuple[float, str | Path]] = []
-    for place in places:
+    for place in [places] if isinstance(places, str | Path) else places:
         if is_remote(place):
             found += complete_checkpoints(str(place))
             local = [] if copies is None else [*copies.not_uploaded(str(place))]

@@ -3,7 +3,7 @@
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import nn
 from torch.nn.functional import cross_entropy, linear
 from torch.utils.data import DataLoader
@@ -230,3 +230,8 @@ def test_layers_outside_of_what_is_deployed_stay_as_they_were(tmp_path, converte
     quantization = Quantization("qat", begin=0, module="net")
     fit(Two(), [quantization], tmp_path, max_epochs=1)
     assert list(quantization._training.layers) == ["net.0", "net.3"]
+
+
+def test_early_stopping_that_does_not_wait_for_the_rounding_is_warned_of(converted, tmp_path):
+    with pytest.warns(UserWarning, match=r"may end the run before Quantization\(mode='qat'\) begins to round weights"):
+        fit(Net(), [Quantization("qat"), EarlyStopping("val/loss")], tmp_path)

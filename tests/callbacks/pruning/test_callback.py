@@ -1,5 +1,6 @@
 """Masks in one process: what is zero, when, and that nothing else changes."""
 
+import contextlib
 import csv
 import itertools
 import logging
@@ -11,14 +12,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from jsonargparse import ArgumentParser
-from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    LambdaCallback,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel import AmpPrecision, MoEClassifier
-from lightning_accel.callbacks import Pruning
+from lightning_accel.callbacks import Pruning, RestoringEarlyStopping
 from lightning_accel.callbacks.compression_phase import current_phase, in_final_phase
 from tests.strategies.trained import Plain, make
 from tests.tolerance import ADAM_EPS, CLOSE
@@ -537,3 +544,21 @@ def test_options_are_read_from_a_config():
 
 def squares(name: str, weight: torch.Tensor) -> torch.Tensor:
     return weight.square()
+
+
+@pytest.mark.parametrize(
+    ("make_stopping", "end", "options", "warns"),
+    [
+        (EarlyStopping, 4, {}, True),
+        (EarlyStopping, 4, {"min_epochs": 2}, False),
+        (RestoringEarlyStopping, 4, {}, False),
+        (EarlyStopping, None, {}, False),  # the target is reached before the first step
+    ],
+)
+def test_early_stopping_that_does_not_wait_for_the_target_is_warned_of(make_stopping, end, options, warns):
+    pruned = Pruning(0.5, schedule="one_shot") if end is None else Pruning(0.5, begin=1, end=end)
+    said = pytest.warns(
+        UserWarning, match="EarlyStopping of Lightning may end the run before Pruning reaches its target"
+    )
+    with said if warns else contextlib.nullcontext():
+        fit(Net(), [pruned, make_stopping("val/loss")], max_epochs=2, **options)

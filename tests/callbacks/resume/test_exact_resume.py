@@ -496,3 +496,73 @@ def test_double_precision_is_not_rounded(tmp_path):
     whole = fit(tmp_path, moments=["step 8"], precision="64-true")
     assert whole.net[0].weight.dtype == torch.float64
     assert_goes_on(fit(tmp_path, resume=tmp_path / "step 8.ckpt", precision="64-true"), whole)
+
+
+class Cycled(L.LightningModule):
+    """Steps schedules of as many steps as its run, by the Trainer, or two by itself in each batch."""
+
+    def __init__(self, manual):
+        super().__init__()
+        self.net, self.automatic_optimization = nn.Linear(3, 1), not manual
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).square().mean()
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            for each in (*self.optimizers(), *self.lr_schedulers()):
+                each.step()
+        return loss
+
+    def configure_optimizers(self):
+        optimizers = [torch.optim.SGD([one], lr=0.1) for one in self.net.parameters()]
+        length = 6 * self.trainer.max_epochs
+        schedules = [torch.optim.lr_scheduler.OneCycleLR(one, 0.1, total_steps=length) for one in optimizers]
+        if not self.automatic_optimization:
+            return optimizers, schedules
+        return [optimizers[0]], [{"scheduler": schedules[0], "interval": "step"}]
+
+
+def trainer_of(max_epochs, *callbacks):
+    return L.Trainer(
+        accelerator="cpu", devices=1, max_epochs=max_epochs, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[ExactResume(), *callbacks],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_schedule_of_the_checkpoint_that_ends_before_the_run_is_told_before_training(tmp_path, manual):
+    short = trainer_of(1)
+    short.fit(Cycled(manual), shuffled())
+    file = tmp_path / "end.ckpt"
+    short.save_checkpoint(file)
+    trainer_of(1).fit(Cycled(manual), shuffled(), ckpt_path=file)
+    longer = trainer_of(3)
+    message = "goes on with the OneCycleLR of its checkpoint, which ends after 6 steps"
+    if manual:
+        with (
+            pytest.warns(UserWarning, match=f"{message}.* would step it 18 times"),
+            pytest.raises(ValueError, match="Tried"),
+        ):
+            longer.fit(Cycled(manual), shuffled(), ckpt_path=file)
+        return
+    with pytest.raises(
+        ValueError, match=rf"{message}, but the run takes 18 .*; end it there with Trainer\(max_steps=6\)"
+    ):
+        longer.fit(Cycled(manual), shuffled(), ckpt_path=file)
+    assert longer.global_step == 6
+
+
+def test_loader_is_whole_again_after_an_exception():
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 3:
+                raise RuntimeError("stop")
+
+    loader = shuffled()
+    sampler = loader.batch_sampler
+    with pytest.raises(RuntimeError, match="stop"):
+        trainer_of(1, Stop()).fit(Cycled(manual=False), loader)
+    assert loader.batch_sampler is sampler
+    again = trainer_of(1)
+    again.fit(Cycled(manual=False), loader)
+    assert again.global_step == 6

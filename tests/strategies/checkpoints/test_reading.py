@@ -24,6 +24,33 @@ from lightning_accel.strategies.sharding.metadata import UntrustedCheckpointErro
 from lightning_accel.strategies.sharding.state import load_model_shards
 
 
+def test_swapped_arguments_of_load_pruned_are_told():
+    with pytest.raises(TypeError, match=r"load_pruned\(module, checkpoint\) takes .*; got str, then Linear"):
+        load_pruned("last.ckpt", nn.Linear(2, 1))
+
+
+def test_newest_of_a_folder_is_found_in_each_version_and_form(tmp_path):
+    assert newest_checkpoint(tmp_path / "runs") is None
+    io, folder = AtomicCheckpointIO(), tmp_path / "runs"
+    places = [
+        "lightning_logs/version_0/checkpoints/last.ckpt",
+        "lightning_logs/version_1/last.ckpt",
+        "signal-step=9.ckpt",
+    ]
+    for age, place in enumerate(places):
+        io.save_checkpoint({"state_dict": {}}, folder / place)
+        os.utime(folder / place, (age, age))
+        assert newest_checkpoint(str(folder)) == folder / place
+    sharded = folder / "lightning_logs/version_1/step=12.ckpt"
+    save_shards(sharded, nn.Linear(2, 1))
+    torch.save({}, sharded / "meta.pt")
+    os.utime(sharded, (10, 10))
+    assert newest_checkpoint(folder) == sharded
+    (folder / "half.ckpt").write_bytes(b"PK half of one")
+    with pytest.warns(UserWarning, match=r"half.ckpt is passed over"):
+        assert newest_checkpoint(folder) == sharded
+
+
 def cut(data, where):
     return data[: len(data) // 2]
 
