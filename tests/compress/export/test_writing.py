@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 from torch.export import Dim
+from torch_geometric.data import Batch as GraphBatch
+from torch_geometric.data import Data
 
 from lightning_accel import Classifier, MoEClassifier, MoELanguageModel, MoERegressor, RelationalGNN, SequenceModel
 from lightning_accel.compress import ExportError, Probabilities, export, load_compressed
@@ -258,6 +260,14 @@ def test_a_file_that_gives_something_else_is_not_kept(format, name, tmp_path):
     with pytest.raises(ExportError):
         export(Random(), [((torch.randn(4, 5),), {})], path, format)
     assert not list(tmp_path.iterdir())
+
+
+def test_calls_with_graphs_are_refused(tmp_path):
+    batch = GraphBatch.from_data_list([Data(torch.ones(2, 3), num_nodes=2)])
+    said = "Identity cannot be exported: a call needs a tensor .* it has DataBatch. Choose a submodule"
+    for dynamic in (True, False):
+        with pytest.raises(ExportError, match=said):
+            export(nn.Identity(), [((batch,), {})], tmp_path / "m.pt2", dynamic=dynamic)
 
 
 def test_a_file_for_the_traced_rows_alone_is_refused(tmp_path):

@@ -469,8 +469,8 @@ def test_graphs_of_a_batch_and_chunks_are_computed_independently(norm):
     ("base", "head", "message"),
     [
         (GIN(3, 8, 2, norm="graph_norm"), None, r"GINConv of the base_gnn .* GraphNorm.*norm=GraphNorm\(hidden"),
-        (GIN(3, 8, 2, norm="layer_norm"), None, "GINConv of the base_gnn .* LayerNorm in it"),
-        (GIN(3, 8, 2, norm="pair_norm"), None, "PairNorm in it would normalise all copies"),
+        (GIN(3, 8, 2, norm="layer_norm"), None, "GINConv of the base_gnn .* LayerNorm within"),
+        (GIN(3, 8, 2, norm="pair_norm"), None, "PairNorm within would normalise all copies"),
         (Sequential("x, edge_index", [(GraphNorm(3), "x -> x")]), None, "the base_gnn, is called without batch"),
         (Sums(3), MLP([12, 8, 8], norm="instance_norm"), "MLP, the head, is called without batch"),
     ],
