@@ -272,7 +272,8 @@ def dataset_splits(
 
 def _are_binary(graphs: Sequence[Data]) -> bool:
     y = torch.cat([graph.y.flatten() for graph in graphs])
-    return bool(((y == 0) | (y == 1) | y.isnan()).all())
+    zero, one = y == 0, y == 1
+    return bool(zero.any() and one.any() and (zero | one | y.isnan()).all())
 
 
 def _infer_level(graphs: Sequence[Data]) -> Level:

@@ -370,9 +370,9 @@ def _require_norms_with_batch(network: nn.Module, role: str, takes_batch: bool) 
             if isinstance(norm, _NORMS_OF_GRAPHS) and getattr(norm, "mode", "graph") == "graph":
                 raise ValueError(
                     f"{place}, and {type(norm).__name__} within would normalise all copies of all graphs together: "
-                    "leave it out there, and normalise after each convolution, with batch. Models of PyTorch Geometric, such "
-                    "as GIN, do so with norm=GraphNorm(hidden_channels), a module; by the name norm='graph_norm' GIN "
-                    "has it in its convolutions, too"
+                    "leave it out there, and normalise after each convolution, with batch. PyTorch Geometric's models "
+                    "do so with norm=GraphNorm(hidden_channels), a module; by the name norm='graph_norm' GIN has it in "
+                    "its convolutions, too"
                 )
 
 

@@ -163,12 +163,21 @@ def test_pictures_have_units_and_mark_the_best_checkpoint(tmp_path, drawn):
     assert axis.get_title() == "best checkpoint: 0.25"
 
 
-def test_graphs_are_noticed(tmp_path):
-    for data, has_graphs in (([Data(torch.ones(2, 1), num_nodes=2)] * 3, True), (rows(3), False)):
-        report = RunReport()
-        loader = DataLoader(data) if has_graphs else data
-        made(tmp_path, report, max_epochs=1).fit(Steps(), loader, loader)
-        assert report.has_graphs is has_graphs
+class OnGraphs(Steps):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch.x, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", 1.0, batch_size=1)
+
+
+def test_batches_of_graphs_are_noticed(tmp_path):
+    report = RunReport()
+    graphs = DataLoader([Data(torch.ones(2, 3), num_nodes=2)] * 3)
+    made(tmp_path, report, max_epochs=1).fit(OnGraphs(), graphs, graphs)
+    assert report.has_graphs
+    made(tmp_path, report, max_epochs=1).fit(Steps(), rows(1), rows(1))
+    assert not report.has_graphs
 
 
 def test_rates_are_not_written_as_powers_of_ten(tmp_path, drawn):
