@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_accel._private.lightning import last_saved_file, last_saved_step
-from lightning_accel.callbacks import SaveOnSignal
+from lightning_accel.callbacks import RunReport, SaveOnSignal
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of
 from lightning_accel.cli.run_folder import ConfigSaver
 
@@ -33,6 +33,7 @@ def next_commands(trainer: L.Trainer, module: L.LightningModule, checkpoint: str
         return [_line("fit", config, newest)] if newest else []
     names = [name for name in ("test", "predict") if checkpoint is not None and _can(name, trainer, module)]
     can_export = getattr(module, "can_export", True) and is_overridden("validation_step", module)
+    can_export = can_export and not any(report.has_graphs for report in callbacks_of(trainer, RunReport))
     if checkpoint is not None and trainer.enable_validation and can_export:
         names.append("export")
     resumed = saver.config.get("ckpt_path") is not None  # tune trains from the start

@@ -19,10 +19,15 @@ def num_samples(inputs: Inputs) -> int:
     Raises:
         ValueError: if no tensor has a dimension.
     """
-    for value in tree_flatten(inputs)[0]:
+    leaves = tree_flatten(inputs)[0]
+    for value in leaves:
         if isinstance(value, torch.Tensor) and value.dim():
             return len(value)
-    raise ValueError("a call needs a tensor with a dimension for the rows of its batch; it has none")
+    found = ", ".join(type(value).__name__ for value in leaves) or "no argument"
+    raise ValueError(
+        f"a call needs a tensor with a dimension for the rows of its batch; it has {found}. Choose a submodule "
+        "that is called with tensors, by the option module of Export or Quantization"
+    )
 
 
 def first_samples(inputs: Inputs, count: int) -> Inputs:

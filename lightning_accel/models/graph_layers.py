@@ -62,6 +62,7 @@ class ConvolutionLayers:
 
 
 _CONV_OF = {"GCN": "GCNConv", "GraphSAGE": "SAGEConv", "GIN": "GINConv", "GAT": "GATConv", "PNA": "PNAConv"}
+_AS_GPS = ". For layers of GPS take the convolution beside the attention, such as GINEConv, and attention_heads=4"
 
 
 class EdgeKind(NamedTuple):
@@ -254,7 +255,10 @@ def make_conv(kind: type[nn.Module], dim: int, edges: EdgeKind, options: Mapping
     try:
         return kind(**sizes, **given)
     except TypeError as error:
-        raise ValueError(f"conv={kind.__name__} cannot be built of {sorted({**sizes, **given})}: {error}") from error
+        raise ValueError(
+            f"conv={kind.__name__} cannot be built of {sorted({**sizes, **given})}: {error}"
+            f"{_AS_GPS if kind is GPSConv else ''}"
+        ) from error
 
 
 def require_width(conv: nn.Module, dim: int, edges: EdgeKind) -> None:

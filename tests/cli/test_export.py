@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from lightning_accel import Classifier, DigitsDataModule, RelationalGNN
+from lightning_accel.callbacks import RunReport
 from lightning_accel.cli.next_commands import next_commands
 from lightning_accel.compress import load_compressed
 
@@ -105,11 +106,18 @@ def test_options_that_cannot_work_are_refused_before_anything_is_made(command):
     assert "export needs a model" in command("export", "--output=m.pt2").err
 
 
-@pytest.mark.parametrize(("kind", "is_named"), [(Classifier, True), (RelationalGNN, False)])
-def test_export_is_suggested_for_models_that_it_takes(kind, is_named, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "has_graphs", "is_named"),
+    [(Classifier, False, True), (RelationalGNN, False, False), (Classifier, True, False)],
+)
+def test_export_is_suggested_for_models_that_it_takes(kind, has_graphs, is_named, monkeypatch):
     """The shapes of a RelationalGNN depend on the values of its inputs, so that it is refused as a whole."""
     saver = SimpleNamespace(path=Path("config_fit.yaml"), config={})
-    monkeypatch.setattr("lightning_accel.cli.next_commands.callbacks_of", lambda *_: [saver])
+    report = RunReport()
+    report.has_graphs = has_graphs
+    monkeypatch.setattr(
+        "lightning_accel.cli.next_commands.callbacks_of", lambda _, kind: [report if kind is RunReport else saver]
+    )
     trainer = SimpleNamespace(interrupted=False, enable_validation=True, datamodule=None)
     lines = next_commands(trainer, kind(), "a.ckpt")
     assert any(line.startswith("lightning-accel export") for line in lines) == is_named

@@ -446,6 +446,7 @@ def layers(**options):
         (layers(conv="GATConv", conv_options={"heads": 3}), r"gave \(2, 192\).*concat: false"),
         ({**layers(conv="GCNConv"), "edge_dim": 2}, "edges have 2 features, which GCNConv does not take.*GINEConv"),
         (layers(conv="PNAConv"), "PNAConv cannot be built of.*aggregators"),
+        (layers(conv="GPSConv"), "GPSConv cannot be built of.*take the convolution.*attention_heads=4"),
         (layers(conv="GraphNorm"), "GraphNorm takes x and batch, and no edge_index"),
         ({"class_names": ["a"]}, "num_classes is 2, but there are 1 class_names"),
         ({"level": "node", **layers(triple_readout=True)}, "no effect on level='node'"),

@@ -1,5 +1,6 @@
 """Report at the end of a fit: where its time went, what it reached, and what to do next."""
 
+import sys
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_accel._private.torch import num_compiled_graphs
+from lightning_accel._private.torch import num_compiled_graphs, tree_leaves
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.monitors.run_summary import BestCheckpoint, RunSummary
 from lightning_accel.callbacks.run_parts import attach_run_parts, detach_run_parts
@@ -54,6 +55,7 @@ class RunReport(L.Callback):
 
     Attributes:
         summary: what was reported of the last fit; None before its end and in processes other than the first.
+        has_graphs: whether the first training batch of the last fit held data objects of PyTorch Geometric.
         commands: a function of the Trainer, the module and the best checkpoint that returns the lines to type next; by
             default those of Python.
 
@@ -70,6 +72,7 @@ class RunReport(L.Callback):
 
     def __init__(self) -> None:
         self.summary: RunSummary | None = None
+        self.has_graphs = False
         self.commands: Commands = python_lines
         self._parts: RunParts | None = None
         self._folder: Path | None = None
@@ -112,8 +115,9 @@ class RunReport(L.Callback):
         if self._parts is not None:
             self._batches += 1
             self._samples += batch_size_of(batch) or 0
-            if self._batches == 1:  # validation frees them
-                self._gradients = gradient_bytes(pl_module)
+            if self._batches == 1:
+                self.has_graphs = any(map(_is_graph, tree_leaves(batch)))
+                self._gradients = gradient_bytes(pl_module)  # validation frees them
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._parts is None or trainer.sanity_checking:
@@ -219,6 +223,11 @@ class RunReport(L.Callback):
         except RuntimeError as error:
             return None, f"the peak could not be measured: {str(error).splitlines()[0]}"
         return self._counter.flops * self._batches / seconds / peak, None
+
+
+def _is_graph(value: Any) -> bool:
+    library = sys.modules.get("torch_geometric")  # importing it takes seconds
+    return library is not None and isinstance(value, library.data.data.BaseData)
 
 
 def _is_reported(trainer: L.Trainer) -> bool:

@@ -202,6 +202,10 @@ def _trace_call(
     unused: Sequence[str] = (),
 ) -> _Traced:
     """Determine inputs, outputs and dynamic sizes, and trace the module, unless an ONNX file is written."""
+    try:
+        num_samples(inputs[0])
+    except ValueError as error:
+        raise ExportError(f"{type(module).__name__} cannot be exported: {error}") from error
     flat = FromTensors(module, preprocess, postprocess, dense=format == "onnx")
     plain = partial(flat.whole, run=flat.module)
     live = plain if quantized is None else partial(flat.whole, run=quantized.run)

@@ -222,7 +222,10 @@ def _parse_graph(entry: dict[str, Any], where: str, read: tuple[int, Path]) -> D
     require_allowed((read[0] + n) * _NODE_BYTES, read[1], what, "number the nodes from 0 without gaps")
     if edges.size and (edges.min() < 0 or edges.max() >= n):
         wrong = edges[(edges < 0).any(1) | (edges >= n).any(1)][0].tolist()
-        raise ValueError(f"'edges' in {where} must join nodes 0 to {n - 1}, since it has {n}; got {wrong}")
+        known = f"num_nodes is {n}" if "num_nodes" in entry else f"x has {n} rows" if x is not None else f"it has {n}"
+        raise ValueError(
+            f"'edges' in {where} must join nodes 0 to {n - 1}, since {known} and nodes are numbered from 0; got {wrong}"
+        )
     graph = Data(edge_index=torch.from_numpy(edges.astype(np.int64)).t().contiguous(), num_nodes=n)
     for name, values, rows in (("x", x, n), ("edge_attr", entry.get("edge_attr"), len(edges))):
         if values is not None:

@@ -222,9 +222,10 @@ def _structure(table: pa.Table, where: str) -> _Structure:
     wrong = ((edges < 0) | (edges >= num_nodes[of][:, None]) | (edges != found.reshape(-1, 2))).any(axis=1)
     if wrong.any():
         row = of[wrong.argmax()]
+        counted = next((name for name in ("num_nodes", "x") if name in table.column_names), "edges")
         raise ValueError(
-            f"'edges' of {where} must join nodes 0 to {num_nodes[row] - 1}, as row {row} (from 0) of it has "
-            f"{num_nodes[row]}; got {found[wrong.argmax()].tolist()}"
+            f"'edges' of {where} must join nodes 0 to {num_nodes[row] - 1}, numbered from 0, as row {row} (from 0) "
+            f"of it has {num_nodes[row]} by its {counted}; got {found[wrong.argmax()].tolist()}"
         )
     return _Structure(num_nodes, num_edges, edges, x, edge_attr)
 

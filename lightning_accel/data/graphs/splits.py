@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch_geometric.data import Data
 
@@ -236,6 +237,12 @@ def dataset_splits(
         if not isinstance(graph.y, Tensor):
             raise ValueError(f"graph {number} of {where} has no target y, a tensor; add it with a transform")
     level = level or _infer_level(graphs)
+    if kind is None and graphs[0].y.is_floating_point() and _are_binary(graphs):
+        rank_zero_warn(
+            f"y of {where} is floating and taken for quantities, but holds 0 and 1 alone. For labels, set "
+            "layout.target_kind to multilabel; for one-hot classes, replace y by y.argmax() in a transform. Set it to "
+            "regression to keep this"
+        )
     kind = kind or ("regression" if graphs[0].y.is_floating_point() else "classification")
     of_nodes = level == "node" and len(graphs) == 1
     classes = _shape_targets(graphs, level, kind, where)
@@ -261,6 +268,12 @@ def dataset_splits(
                 del graph[name]  # batches have target_index instead
     ids = [str(i) for i in range(len(graphs))]
     return GraphSplits(graphs, train, val, test, level, kind, of_nodes, classes, ids=ids)
+
+
+def _are_binary(graphs: Sequence[Data]) -> bool:
+    y = torch.cat([graph.y.flatten() for graph in graphs])
+    zero, one = y == 0, y == 1
+    return bool(zero.any() and one.any() and (zero | one | y.isnan()).all())
 
 
 def _infer_level(graphs: Sequence[Data]) -> Level:

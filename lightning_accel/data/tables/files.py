@@ -29,11 +29,14 @@ _PARQUET_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8
 _UNPACKED_PARQUET = "write it without compression and dictionaries"
 TargetKind: TypeAlias = Literal["classification", "regression"]
 A_QUANTITY = (  # ends the message of too many classes
-    "TabularDataModule takes them for classes. To predict a quantity, set target_kind='regression' and take "
-    "MoERegressor: --data.target_kind regression --model MoERegressor. For classes, name another column as target, or "
-    "divide the quantity into classes, as pandas.cut does"
+    "TabularDataModule takes numbers for classes by default. To predict a quantity, set target_kind='regression' and "
+    "take MoERegressor: --data.target_kind regression --model MoERegressor. For classes, name another column as "
+    "target, or divide the quantity into classes, as pandas.cut does"
 )
-SET_REGRESSION = "for a target that is a quantity, set layout.target_kind to regression"
+SET_REGRESSION = (
+    "for a target that is a quantity, set layout.target_kind to regression, on the command line "
+    "--data.layout.target_kind regression"
+)
 _MOST_NUMBERS = 20  # different numbers that may be classes whatever they are
 _OTHER_SEPARATORS = ";\t|"
 
@@ -189,9 +192,10 @@ def read_classes(
     if counts.min() < 3:
         rarest = classes[int(counts.argmin())]
         uncounted = f"; {num_unknown} rows without a class do not count" if num_unknown else ""
+        otherwise = f"; {quantity}" if _numbers_of(classes).notna().all() else ""
         raise ValueError(
             f"{where} holds {len(classes)} classes, of which {shown(rarest)} has {counts.min()} rows; each needs 3, "
-            f"one for each split. Merge rare classes, or leave their rows out{uncounted}"
+            f"one for each split. Merge rare classes, or leave their rows out{uncounted}{otherwise}"
         )
     return labels.astype(np.int64), classes
 
@@ -219,10 +223,14 @@ def require_no_quantity(classes: Sequence[str], are_rare: bool, where: str, quan
 
     Numbers with fractions do if there are more than 20 of them or they ``are_rare``, whole numbers if both is true.
     """
-    numbers = pd.to_numeric(pd.Series(list(classes), dtype=object), errors="coerce")
+    numbers = _numbers_of(classes)
     signs = len(classes) > _MOST_NUMBERS, are_rare, bool((numbers % 1 != 0).any())
     if numbers.notna().all() and sum(signs) > 1:
         raise ValueError(f"{where} holds {len(classes):,} different numbers, {listed(classes, 3)}; {quantity}")
+
+
+def _numbers_of(classes: Sequence[str]) -> pd.Series:
+    return pd.to_numeric(pd.Series(list(classes), dtype=object), errors="coerce")
 
 
 def read_known_classes(column: pd.Series, path: Path, quantity: str) -> tuple[np.ndarray, list[str]]:

@@ -14,6 +14,7 @@ from lightning_accel.data.bounds import require_unpackable
 from lightning_accel.data.quoting import WITHOUT_TARGET, did_you_mean, listed, shown
 from lightning_accel.data.tables.files import LARGEST
 
+_NAME_TARGET = ". If one of them is the target, name it in layout.target, on the command line --data.layout.target NAME"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -81,9 +82,9 @@ def parse_object(line: str, where: str, example: str) -> dict[str, Any]:
 
 
 def require_field(entry: dict[str, Any], name: str, where: str, is_target: bool = False) -> None:
-    """Raise a ValueError if a field is lacking, which names ``predict_path`` if it is that of the target."""
+    """Raise a ValueError if a field is lacking; if it is the target's, it names ``target`` and ``predict_path``."""
     if name not in entry:
-        fields = listed(list(entry)) + (WITHOUT_TARGET if is_target else "")
+        fields = listed(list(entry)) + (_NAME_TARGET + WITHOUT_TARGET if is_target else "")
         raise ValueError(f"{where} has no field {name!r}{did_you_mean(name, entry)} Its fields: {fields}")
 
 

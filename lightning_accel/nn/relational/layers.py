@@ -190,6 +190,9 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
     multiplied by ``w_e`` (R,) = 1 + a map of the edge's features or type for each edge among its nodes, and the sum of
     ``w_ij b_j`` over the neighbours is a further input.
 
+    Triples are kept with the tensor ``edge_index`` as long as it lives. A change through ``edge_index.data`` or a NumPy
+    array that shares its memory goes unnoticed: pass a new tensor.
+
     torch.compile breaks the graph where triples are computed: with ``fullgraph=True`` call
     :func:`lightning_accel.ops.find_triples` outside and pass ``triples=``.
 

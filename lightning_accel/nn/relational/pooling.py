@@ -10,6 +10,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Generator, Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch_geometric.nn import (
+    GraphNorm,
+    GraphSizeNorm,
+    InstanceNorm,
+    LayerNorm,
+    MeanSubtractionNorm,
+    MessagePassing,
+    PairNorm,
+)
 from torch_geometric.nn.inits import reset
 
 from lightning_accel._private.torch import compiled_original
@@ -30,6 +39,7 @@ stats = import_on_use("scipy.stats")
 
 # parts of the messages of torch for a linear layer or a sum
 _MISMATCH_MESSAGES = "shapes cannot be multiplied", "same dtype", "scalar type"
+_NORMS_OF_GRAPHS = GraphNorm, GraphSizeNorm, InstanceNorm, LayerNorm, MeanSubtractionNorm, PairNorm
 
 
 class Estimate(NamedTuple):
@@ -81,9 +91,11 @@ class RelationalPooling(nn.Module):
     Args:
         base_gnn: called as ``base_gnn(x, edge_index)``, and with ``edge_attr`` and ``batch`` by name if its ``forward``
             has them; maps F + k features to (R, H). ``batch`` numbers the copies. It should not mix the graphs of a
-            batch, as batch normalisation does in training. Let it normalise each graph after each layer, as
-            ``GIN(..., norm="graph_norm")`` of PyTorch Geometric does: else the sums over neighbours grow with each
-            layer and hide the few marked nodes, and training stays at the most frequent class.
+            batch, as batch normalisation does in training. Let it normalise each graph after each layer, as PyTorch
+            Geometric's ``GIN(..., norm=GraphNorm(16))`` with 16 hidden channels does: else the sums over neighbours
+            grow with each layer and hide the few marked nodes, and training stays at the most frequent class. With
+            ``norm="graph_norm"`` GIN normalises also within its convolutions, over all copies at once, which is an
+            error.
         marks: k; by default that of ``tuples``, or 1. With ``"full"`` every node is marked with its position in an
             order.
         tuples: ``"nodes"`` (k = 1), ``"edges"`` (k = 2, both directions), ``"two_paths"`` (k = 3: end, centre, end) or
@@ -99,8 +111,8 @@ class RelationalPooling(nn.Module):
     Source: Murphy et al. 2019, Relational Pooling for Graph Representations, https://arxiv.org/abs/1903.02541, eq. 1,
     k-ary pooling and pi-SGD; the paper uses all permutations, this class also connected tuples.
 
-    >>> from torch_geometric.nn import GIN
-    >>> base = GIN(1 + 2, 8, num_layers=3, norm="graph_norm")
+    >>> from torch_geometric.nn import GIN, GraphNorm
+    >>> base = GIN(1 + 2, 8, num_layers=3, norm=GraphNorm(8))
     >>> pooling = RelationalPooling(base, tuples="edges", head=nn.Linear(3 * 8, 5)).eval()
     >>> pooling(torch.ones(3, 1), torch.tensor([[0, 1], [1, 2]])).shape
     torch.Size([1, 5])
@@ -133,6 +145,8 @@ class RelationalPooling(nn.Module):
         self.head = nn.Identity() if head is None else head
         self.level, self.samples, self.train_samples, self.chunk_size = level, samples, train_samples, chunk_size
         self._takes = _optional_inputs(base_gnn)
+        _require_norms_with_batch(base_gnn, "base_gnn", takes_batch="batch" in self._takes)
+        _require_norms_with_batch(self.head, "head", takes_batch=False)
 
     def reset_parameters(self) -> None:
         reset(self.base_gnn)
@@ -338,6 +352,28 @@ def _optional_inputs(base_gnn: nn.Module) -> frozenset[str]:
     takes = frozenset(names[2:]) & {"edge_attr", "batch"}
     # PyG's GIN, GCN and GraphSAGE have edge_attr in their signature, and drop it
     return takes if getattr(inner, "supports_edge_attr", True) else takes - {"edge_attr"}
+
+
+def _require_norms_with_batch(network: nn.Module, role: str, takes_batch: bool) -> None:
+    """Reject norms of graphs in modules that are called without ``batch``, since they would mix all copies.
+
+    A convolution calls its inner network without it.
+    """
+    for module in network.modules():
+        if module is network and not takes_batch:
+            place = f"{type(module).__name__}, the {role}, is called without batch"
+        elif isinstance(module, MessagePassing) and "batch" not in inspect.signature(module.forward).parameters:
+            place = f"{type(module).__name__} of the {role} calls its inner modules without batch"
+        else:
+            continue
+        for norm in module.modules():
+            if isinstance(norm, _NORMS_OF_GRAPHS) and getattr(norm, "mode", "graph") == "graph":
+                raise ValueError(
+                    f"{place}, and {type(norm).__name__} within would normalise all copies of all graphs together: "
+                    "leave it out there, and normalise after each convolution, with batch. PyTorch Geometric's models "
+                    "do so with norm=GraphNorm(hidden_channels), a module; by the name norm='graph_norm' GIN has it in "
+                    "its convolutions, too"
+                )
 
 
 def _mark_nodes(x: Tensor, copies: Copies) -> Tensor:

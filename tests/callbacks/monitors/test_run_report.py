@@ -6,10 +6,13 @@ from pathlib import Path
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
 from matplotlib.figure import Figure
+from torch_geometric.data import Data
+from torch_geometric.loader import DataLoader
 
 from lightning_accel.callbacks import RunReport
 from lightning_accel.callbacks.monitors import run_report
@@ -158,6 +161,23 @@ def test_pictures_have_units_and_mark_the_best_checkpoint(tmp_path, drawn):
     assert best.get_xydata().tolist() == [[8, 0.25]]
     assert best.get_color() != curve.get_color()
     assert axis.get_title() == "best checkpoint: 0.25"
+
+
+class OnGraphs(Steps):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch.x, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", 1.0, batch_size=1)
+
+
+def test_batches_of_graphs_are_noticed(tmp_path):
+    report = RunReport()
+    graphs = DataLoader([Data(torch.ones(2, 3), num_nodes=2)] * 3)
+    made(tmp_path, report, max_epochs=1).fit(OnGraphs(), graphs, graphs)
+    assert report.has_graphs
+    made(tmp_path, report, max_epochs=1).fit(Steps(), rows(1), rows(1))
+    assert not report.has_graphs
 
 
 def test_rates_are_not_written_as_powers_of_ten(tmp_path, drawn):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.export import Dim
+from torch_geometric.data import Data
 
 from lightning_accel import Classifier, MoEClassifier, MoELanguageModel, MoERegressor, RelationalGNN, SequenceModel
 from lightning_accel.compress import ExportError, Probabilities, export, load_compressed
@@ -312,13 +313,11 @@ def test_halves_of_any_length_are_written_as_onnx(tmp_path):
 
 
 def test_what_is_no_tensor_is_refused_by_name(tmp_path):
-    class Own(nn.Module):
-        def forward(self, graph):
-            return graph.x
-
-    graph = type("Graph", (), {"x": torch.ones(2)})()
-    with pytest.raises(ValueError, match=r"needs a tensor"):
-        export(Own(), [((graph,), {})], tmp_path / "m.pt2")
+    """Such as a batch of graphs of PyTorch Geometric."""
+    graph = Data(torch.ones(2, 3), num_nodes=2)
+    for dynamic in (True, False):
+        with pytest.raises(ExportError, match=r"Identity cannot be exported: .* it has Data\. Choose a submodule"):
+            export(nn.Identity(), [((graph,), {})], tmp_path / "m.pt2", dynamic=dynamic)
 
 
 MODELS = {

@@ -172,6 +172,15 @@ def test_datasets_of_pyg():
     assert [len(rows) for rows in (parts.train_rows, parts.val_rows, parts.test_rows)] == [6, 4, 2]
 
 
+@pytest.mark.parametrize("one", [[0.0, 1.0, 0.0, 0.0], [1.0]])
+def test_floating_targets_of_zeros_and_ones_are_warned_of(one):
+    number = iter(range(99))
+    graphs = given(y=lambda graph: torch.tensor(one if next(number) % 2 else [0.0, 1.0, 1.0, 1.0][: len(one)]))
+    with pytest.warns(UserWarning, match=r"taken for quantities, but .* layout\.target_kind to multilabel; .*argmax"):
+        assert ready(dataset=Given(graphs)).target_kind == "regression"
+    assert ready(dataset=Given(graphs), target_kind="regression").num_targets == len(one)
+
+
 def test_whole_numbers_become_features_and_relations():
     number = iter(range(99))
     made = given(

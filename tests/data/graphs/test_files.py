@@ -164,7 +164,14 @@ def test_graphs_without_edges_or_nodes_stand_beside_others(make, write, kind, em
         ({"y": "ring"}, "line 13 .* has no field 'edges'. Its fields: y"),
         ({"edges": [[0, 1, 2]], "y": "ring"}, "'edges' in line 13 .* must hold pairs"),
         ({"edges": [[0, 1.5]], "y": "ring"}, "'edges' in line 13 .* whole numbers"),
-        ({"edges": [[0, 3]], "num_nodes": 3, "y": "ring"}, r"must join nodes 0 to 2, since it has 3; got \[0, 3\]"),
+        (
+            {"edges": [[0, 3]], "num_nodes": 3, "y": "ring"},
+            r"0 to 2, since num_nodes is 3 and nodes are .*; got \[0, 3\]",
+        ),
+        (
+            {"edges": [[1, 2]], "x": [[1], [2]], "y": "ring"},
+            r"0 to 1, since x has 2 rows and nodes are numbered from 0",
+        ),
         ({"edges": [[0, -1]], "y": "ring"}, r"got \[0, -1\]"),
         (
             {"edges": [[0, 1]], "x": [[1.0, 2.0]], "num_nodes": 2, "y": "ring"},
@@ -174,7 +181,10 @@ def test_graphs_without_edges_or_nodes_stand_beside_others(make, write, kind, em
         ({"edges": [[0, 1]], "x": [["a"], ["b"]], "y": "ring"}, "got 'a' in entry 0"),
         ({"edges": [[0, 1]], "edge_attr": [1, 2], "y": "ring"}, "an entry for each of its 1 edges; got 2"),
         ({"edges": [[0, 1]], "num_nodes": "2", "y": "ring"}, "'num_nodes' in line 13 .* got '2'"),
-        ({"edges": [[0, 1]], "z": 1}, "line 13 .* has no field 'y'. Its fields: edges, z"),
+        (
+            {"edges": [[0, 1]], "z": 1},
+            r"line 13 .* has no field 'y'. Its fields: edges, z. If one .* layout\.target.*Give the data",
+        ),
         ({"edges": [[0, 1]], "y": "ring"}, r"graph 12 \(line 13\) of .* and its first one differ: one alone has x"),
         (
             {"edges": [[0, 1]], "x": [[1], [2]], "edge_attr": [0], "y": "ring"},
@@ -185,6 +195,7 @@ def test_graphs_without_edges_or_nodes_stand_beside_others(make, write, kind, em
         ({"edges": [], "nodes": 3, "y": "ring"}, r"the field 'nodes', .* Known ones are edges, num_nodes, .*, y;"),
         ({"edges": [], "zzz": 3, "y": "ring"}, r"would not be read\. Known ones are"),
         ({**lines()[0], "id": "new", "edge_attr": [-1, 0]}, "holds the type -1"),
+        ({**lines()[0], "id": "new", "y": 3.0}, "'3.0' has 1 rows; .* leave their rows out$"),
         ({**lines()[0], "id": "new", "y": None}, r"lacks 1 of 13 values, the first in row 12 \(from 0\)"),
         ({**lines()[0], "id": "new", "y": ["a", "b"]}, "must be equally many; got 1 and 2"),
     ],

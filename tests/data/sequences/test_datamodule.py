@@ -438,7 +438,11 @@ def test_old_names_of_grouped_options_warn(make):
 @pytest.mark.parametrize(
     ("lines", "options", "said"),
     [
-        ([{"values": [1], "target": i % 2} for i in range(5)], {}, r"'1' has 2 rows; each needs 3"),
+        (
+            [{"values": [1], "target": i % 2} for i in range(5)],
+            {},
+            r"each needs 3.*--data\.layout\.target_kind regression",
+        ),
         ([{"values": [1], "target": i / 7} for i in range(5)], {}, r"set layout\.target_kind to regression"),
         ([{"values": [1], "target": 0}] * 5, {}, r"one class only, '0'"),
         (

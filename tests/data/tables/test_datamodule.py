@@ -400,7 +400,8 @@ def test_only_rows_of_the_test_split_may_change_after_a_checkpoint(make, table):
             r"'kind' of .* lacks 1 of 19 values, the first in row 18 \(from 0\)",
         ),
         ("kind,width\n" + "oak,1\n" * 9, {}, r"one class only, 'oak'"),
-        ("kind,width\n" + "oak,1\nash,2\n" * 9 + "elm,3\n", {}, r"'elm' has 1 rows; each needs 3"),
+        ("kind,width\n" + "oak,1\nash,2\n" * 9 + "elm,3\n", {}, r"'elm' has 1 rows; each needs 3.* out$"),
+        ("kind,width\n" + "3.0,1\n4.0,2\n" * 9 + "5.0,3\n", {}, r"each needs 3.*; .*--data.target_kind regression"),
         ("kind,width\n" + "oak,1\nash,2\n" * 3, {"test_share": 0.1}, r"too few rows to split as asked"),
         ("kind,x\n" + "oak,1\nash,2\n,3\n" * 3, {"csv": {"unlabeled": True}}, r"too few rows of known class to split"),
         (

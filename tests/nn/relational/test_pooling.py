@@ -7,7 +7,7 @@ import networkx as nx
 import pytest
 import torch
 from torch import nn
-from torch_geometric.nn import GIN, GINEConv, Sequential
+from torch_geometric.nn import GIN, MLP, GINEConv, GraphNorm, LayerNorm, Sequential
 
 from lightning_accel.nn.relational.pooling import RelationalPooling, find_tuples
 
@@ -451,6 +451,33 @@ def test_bfloat16_keeps_sums_and_means_in_float32():
 def test_refuses_options(options, message):
     with pytest.raises(ValueError, match=message):
         RelationalPooling(Sums(2), **options)
+
+
+@pytest.mark.parametrize("norm", [GraphNorm(8), LayerNorm(8, mode="node"), None])
+def test_graphs_of_a_batch_and_chunks_are_computed_independently(norm):
+    graphs = list(UNEQUAL)
+    x, edge_index, _, batch = as_tensors(*graphs)
+    pooling = RelationalPooling(GIN(x.shape[1] + 2, 8, 3, norm=norm), tuples="edges").double().eval()
+    together = pooling(x, edge_index, batch=batch, size=len(graphs))
+    alone = [pooling(x[batch == number], as_tensors(one)[1]) for number, one in enumerate(graphs)]
+    torch.testing.assert_close(together, torch.cat(alone))
+    pooling.chunk_size = 1
+    torch.testing.assert_close(pooling(x, edge_index, batch=batch, size=len(graphs)), together)
+
+
+@pytest.mark.parametrize(
+    ("base", "head", "message"),
+    [
+        (GIN(3, 8, 2, norm="graph_norm"), None, r"GINConv of the base_gnn .* GraphNorm.*norm=GraphNorm\(hidden"),
+        (GIN(3, 8, 2, norm="layer_norm"), None, "GINConv of the base_gnn .* LayerNorm within"),
+        (GIN(3, 8, 2, norm="pair_norm"), None, "PairNorm within would normalise all copies"),
+        (Sequential("x, edge_index", [(GraphNorm(3), "x -> x")]), None, "the base_gnn, is called without batch"),
+        (Sums(3), MLP([12, 8, 8], norm="instance_norm"), "MLP, the head, is called without batch"),
+    ],
+)
+def test_refuses_norms_that_would_mix_graphs(base, head, message):
+    with pytest.raises(ValueError, match=message):
+        RelationalPooling(base, tuples="edges", head=head)
 
 
 def test_refuses_inputs():
