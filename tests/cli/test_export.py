@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_accel import Classifier, DigitsDataModule, RelationalGNN
+from lightning_accel import Classifier, DigitsDataModule, MoEClassifier, MoERegressor, RelationalGNN
 from lightning_accel.cli.next_commands import next_commands
 from lightning_accel.compress import load_compressed
 
@@ -113,3 +113,19 @@ def test_export_is_suggested_for_models_that_it_takes(kind, is_named, monkeypatc
     trainer = SimpleNamespace(interrupted=False, enable_validation=True, datamodule=None)
     lines = next_commands(trainer, kind(), "a.ckpt")
     assert any(line.startswith("lightning-accel export") for line in lines) == is_named
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (MoEClassifier(4, 2), "--preprocess true --probabilities true"),
+        (MoERegressor(4, target_mean=[0.0], target_std=[1.0]), "--preprocess true"),
+    ],
+)
+def test_the_suggested_export_of_a_table_takes_its_columns(model, options, monkeypatch):
+    saver = SimpleNamespace(path=Path("config_fit.yaml"), config={})
+    monkeypatch.setattr("lightning_accel.cli.next_commands.callbacks_of", lambda *_: [saver])
+    data = SimpleNamespace(preprocessing=lambda: None)
+    trainer = SimpleNamespace(interrupted=False, enable_validation=True, datamodule=data)
+    (line,) = (line for line in next_commands(trainer, model, "a.ckpt") if "export" in line)
+    assert line.endswith(f"--ckpt_path a.ckpt {options}")
