@@ -118,14 +118,13 @@ def test_export_is_suggested_for_models_that_it_takes(kind, is_named, monkeypatc
 @pytest.mark.parametrize(
     ("model", "options"),
     [
-        (MoEClassifier(4, 2), "--preprocess true --probabilities true"),
-        (MoERegressor(4, target_mean=[0.0], target_std=[1.0]), "--preprocess true"),
+        (MoEClassifier(), "--preprocess true --probabilities true"),
+        (MoERegressor(), "--preprocess true"),
     ],
 )
-def test_the_suggested_export_of_a_table_takes_its_columns(model, options, monkeypatch):
+def test_the_suggested_export_takes_data_as_they_are(model, options, monkeypatch):
     saver = SimpleNamespace(path=Path("config_fit.yaml"), config={})
     monkeypatch.setattr("lightning_accel.cli.next_commands.callbacks_of", lambda *_: [saver])
-    data = SimpleNamespace(preprocessing=lambda: None)
-    trainer = SimpleNamespace(interrupted=False, enable_validation=True, datamodule=data)
+    trainer = SimpleNamespace(interrupted=False, enable_validation=True, datamodule=DigitsDataModule())
     (line,) = (line for line in next_commands(trainer, model, "a.ckpt") if "export" in line)
     assert line.endswith(f"--ckpt_path a.ckpt {options}")

@@ -411,8 +411,8 @@ class TabularDataModule(InMemoryDataModule):
                     wrong[name] = error
             if len(wrong) > 1:
                 raise ValueError("\n".join(map(str, [*wrong.values()][:5])) + _exclude_all([*self.exclude, *wrong]))
-            for error in wrong.values():
-                raise error
+            if wrong:
+                raise next(iter(wrong.values()))
         columns = {
             name: as_numbers(table[name], path) if number else as_text(table[name], path)
             for name, number in is_number.items()

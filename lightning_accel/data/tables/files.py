@@ -84,10 +84,10 @@ def read_table(
                     index_col=False,
                     low_memory=False,  # True infers a type per chunk, so that it depends on where a text stands
                 )
-            if doubtful := [name for name in table if may_have_thousands(table[name])]:
+            if doubtful := [column for column in table if may_have_thousands(table[column])]:
                 texts = pd.read_csv(path, sep=separator, usecols=doubtful, dtype=str, index_col=False)
-                for name in doubtful:
-                    warn_of_thousands(table[name], texts[name], path, decimal)
+                for column in doubtful:
+                    warn_of_thousands(table[column], texts[column], path, decimal)
     except pd.errors.EmptyDataError:
         raise ValueError(f"{path} is empty; a header and rows were needed") from None
     except (

@@ -1,11 +1,15 @@
 import json
+import re
 import warnings
 from collections import OrderedDict
 from dataclasses import dataclass, fields
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
@@ -157,12 +161,13 @@ def test_the_guide_reads_a_table_as_predict_does(run_folder):
     for name, table in (("trees.csv", trees), ("new_trees.csv", new)):
         table.to_csv(name, index=False, sep=";", decimal=",")
     csv = {"decimal": ",", "missing": "-999"}
+    data = TabularDataModule("trees.csv", "kind", categorical="zone", csv=csv, predict_path="new_trees.csv")
     with pytest.warns(UserWarning, match="holds pink"):
-        (data := TabularDataModule("trees.csv", "kind", categorical="zone", csv=csv, predict_path="new_trees.csv")).setup()
+        data.setup()
     model, export = MoEClassifier(), Export("onnx", compare=False, preprocess="datamodule", postprocess="probabilities")
     fit(model, [export], run_folder, data)
     expected = L.Trainer(logger=False, accelerator="cpu", enable_progress_bar=False).predict(model, data)
-    session = onnxruntime.InferenceSession(export.exported.path)
+    session = pytest.importorskip("onnxruntime").InferenceSession(export.exported.path)
     about = json.loads(session.get_modelmeta().custom_metadata_map["lightning_accel.json"])
     page = (Path(__file__).parents[3] / "docs/guides/smaller.md").read_text()
     (code,) = re.findall(r"```python tested_by=tests/callbacks/deployment/test_export.py\n(.*?)```", page, re.DOTALL)
