@@ -178,6 +178,9 @@ def test_commands_run_one_after_the_other(command, folder, page):
             result = command(*shlex.split(line, comments=True)[1:])
         cannot_build = line == "lightning-accel build-ops AVX2" and "no C++ compiler" in result.out
         assert result.status == 0 or cannot_build, f"{line}\n{result.err}"
+    for block in BLOCKS[page]:
+        if block.language == "python" and block.word("tested_by") == "tests/test_docs.py":  # it reads what they wrote
+            exec(compile(block.text, f"{page}, line {block.line}", "exec"), {})
 
 
 @pytest.mark.parametrize("block", params([b for b in ALL if b.language == "text" and b.text.startswith("$ ")]))

@@ -12,6 +12,7 @@ from lightning_accel._private.lightning import last_saved_file, last_saved_step
 from lightning_accel.callbacks import RunReport, SaveOnSignal
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of
 from lightning_accel.cli.run_folder import ConfigSaver
+from lightning_accel.models import Classifier, MoEClassifier
 
 
 def next_commands(trainer: L.Trainer, module: L.LightningModule, checkpoint: str | None) -> list[str]:
@@ -37,7 +38,16 @@ def next_commands(trainer: L.Trainer, module: L.LightningModule, checkpoint: str
     if checkpoint is not None and trainer.enable_validation and can_export:
         names.append("export")
     resumed = saver.config.get("ckpt_path") is not None  # tune trains from the start
-    return [*(_line(name, config, checkpoint) for name in names), _line("tune", config, "null" if resumed else None)]
+    lines = [_line(name, config, checkpoint, *_export_options(trainer, module, name)) for name in names]
+    return [*lines, _line("tune", config, "null" if resumed else None)]
+
+
+def _export_options(trainer: L.Trainer, module: L.LightningModule, name: str) -> list[str]:
+    """Return the options of ``export`` by which the file takes data as they are, and gives probabilities of classes."""
+    if name != "export" or not callable(getattr(trainer.datamodule, "preprocessing", None)):  # type: ignore[attr-defined]
+        return []
+    is_classifier = isinstance(module, Classifier | MoEClassifier)
+    return ["--preprocess", "true", *(["--probabilities", "true"] if is_classifier else [])]
 
 
 def _can(name: str, trainer: L.Trainer, module: L.LightningModule) -> bool:
@@ -49,9 +59,9 @@ def _can(name: str, trainer: L.Trainer, module: L.LightningModule) -> bool:
     return has_data and (name == "predict" or is_overridden("test_step", module))
 
 
-def _line(name: str, config: Path, checkpoint: str | None) -> str:
+def _line(name: str, config: Path, checkpoint: str | None, *options: str) -> str:
     words = ["lightning-accel", name, "--config", _short(config)]
-    return shlex.join([*words, "--ckpt_path", _short(Path(checkpoint))] if checkpoint else words)
+    return shlex.join([*words, *(["--ckpt_path", _short(Path(checkpoint))] if checkpoint else []), *options])
 
 
 def _short(path: Path) -> str:

@@ -43,6 +43,8 @@ class RawColumns(nn.Module):
         indicated: numeric columns with a feature that is 1 where the value is missing.
         mean: (M + I,) subtracted from the numbers and the I indicators.
         scale: (M + I,) divides them.
+        missing: texts that mean a missing value in the table's file, for readers of an exported model.
+        decimal: decimal mark of the table's file, for the same readers.
     """
 
     median: Tensor
@@ -50,9 +52,18 @@ class RawColumns(nn.Module):
     scale: Tensor
 
     def __init__(
-        self, columns: Sequence[dict[str, Any]], median: Any, indicated: Sequence[int], mean: Any, scale: Any
+        self,
+        columns: Sequence[dict[str, Any]],
+        median: Any,
+        indicated: Sequence[int],
+        mean: Any,
+        scale: Any,
+        missing: Sequence[str] = (),
+        decimal: str = ".",
     ) -> None:
         super().__init__()
+        self.missing = list(missing)
+        self.decimal = decimal
         self.columns = list(columns)
         self.num_numbers = sum(column["categories"] is None for column in columns)
         self.indicated = list(indicated)
@@ -60,12 +71,14 @@ class RawColumns(nn.Module):
             self.register_buffer(name, _float64(values))
 
     @classmethod
-    def of_encoder(cls, encoder: "ColumnTransformer") -> "RawColumns":
+    def of_encoder(cls, encoder: "ColumnTransformer", missing: Sequence[str] = (), decimal: str = ".") -> "RawColumns":
         """Return the module that encodes as a fitted ColumnTransformer does.
 
         Args:
             encoder: has a pipeline ``number`` (median imputation with missing indicators, then standardization) and a
                 one-hot ``category``.
+            missing: texts that mean a missing value in the file.
+            decimal: decimal mark of the file.
         """
         chosen = {name: list(columns) for name, _, columns in encoder.transformers_}
         numbers, texts = chosen.get("number", []), chosen.get("category", [])
@@ -76,10 +89,10 @@ class RawColumns(nn.Module):
             for name, known in zip(texts, categories, strict=True)
         ]
         if not numbers:
-            return cls(columns, [], [], [], [])
+            return cls(columns, [], [], [], [], missing, decimal)
         imputer, scaler = encoder.named_transformers_["number"]
         indicated = [] if imputer.indicator_ is None else imputer.indicator_.features_.tolist()
-        return cls(columns, imputer.statistics_, indicated, scaler.mean_, scaler.scale_)
+        return cls(columns, imputer.statistics_, indicated, scaler.mean_, scaler.scale_, missing, decimal)
 
     @property
     def feature_names(self) -> list[str]:

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_accel import Classifier, DigitsDataModule, RelationalGNN
+from lightning_accel import Classifier, DigitsDataModule, MoEClassifier, MoERegressor, RelationalGNN
 from lightning_accel.callbacks import RunReport
 from lightning_accel.cli.next_commands import next_commands
 from lightning_accel.compress import load_compressed
@@ -121,3 +121,18 @@ def test_export_is_suggested_for_models_that_it_takes(kind, has_graphs, is_named
     trainer = SimpleNamespace(interrupted=False, enable_validation=True, datamodule=None)
     lines = next_commands(trainer, kind(), "a.ckpt")
     assert any(line.startswith("lightning-accel export") for line in lines) == is_named
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (MoEClassifier(), "--preprocess true --probabilities true"),
+        (MoERegressor(), "--preprocess true"),
+    ],
+)
+def test_the_suggested_export_takes_data_as_they_are(model, options, monkeypatch):
+    saver = SimpleNamespace(path=Path("config_fit.yaml"), config={})
+    monkeypatch.setattr("lightning_accel.cli.next_commands.callbacks_of", lambda *_: [saver])
+    trainer = SimpleNamespace(interrupted=False, enable_validation=True, datamodule=DigitsDataModule())
+    (line,) = (line for line in next_commands(trainer, model, "a.ckpt") if "export" in line)
+    assert line.endswith(f"--ckpt_path a.ckpt {options}")

@@ -225,7 +225,7 @@ class Export(L.Callback):
                 "model": type(copied).__name__,
                 "submodule": deployed.name,
                 "step": trainer.global_step,
-                "columns": getattr(preprocess, "columns", None),
+                **{name: getattr(preprocess, name, None) for name in ("columns", "missing", "decimal")},
             },
             quantized=result,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,16 +16,21 @@ if TYPE_CHECKING:
 
 _FEWEST_ROWS = 20  # in fewer rows, such patterns are chance
 _FEWEST_REPEATS = 0.01  # share of the rows
+_FEWEST_MARKED = 5  # values with a mark that may be one of thousands
+_FEWEST_OUTSIDE = 5  # new values that are all outside the range of the training rows, however near
 
 
-def warn_of_columns(features: pd.DataFrame, train: np.ndarray, path: Path) -> None:
+def warn_of_columns(features: pd.DataFrame, train: np.ndarray, path: Path, quantity: pd.Series | None = None) -> None:
     """Warn of columns that carry nothing in the rows that ``train``, count the rows, or hold a code for missing values.
 
     Args:
         features: numbers as float64, NaN where they are missing, and texts.
         train: rows that train.
         path: the file, for messages.
+        quantity: the target, if it is a quantity.
     """
+    if quantity is not None:
+        _warn_of_code(quantity, path, "remove those rows, or predict them with predict_path")
     trains = features.iloc[train]
     if constant := [name for name in features if trains[name].nunique(dropna=False) == 1]:
         rank_zero_warn(
@@ -40,12 +46,69 @@ def warn_of_columns(features: pd.DataFrame, train: np.ndarray, path: Path) -> No
                 f"column {shown(name)} of {path} holds the numbers {numbers.min():g} to {numbers.max():g}, each in one "
                 "row. If they number the rows, list the column under exclude: a model could only learn them by heart"
             )
-        elif (code := _far_value(numbers[~np.isnan(numbers)])) is not None:
+        else:
+            _warn_of_code(features[name], path, "set csv.missing, as by --data.csv.missing={code:g}")
+
+
+def warn_of_thousands(numbers: pd.Series, texts: pd.Series, path: Path, decimal: str) -> None:
+    """Warn of a column whose decimal marks, as ``texts`` has them, may be marks of thousands.
+
+    They may be if each has three digits behind it and one to three before it, which do not begin with 0.
+    """
+    present = texts[numbers.notna() & texts.notna()].str.strip()
+    marked = present[present.str.contains(decimal, regex=False)]
+    mark = re.escape(decimal)
+    if len(marked) >= _FEWEST_MARKED and present.str.fullmatch(rf"[-+]?([1-9]\d{{0,2}}{mark}\d{{3}}|\d{{1,3}})").all():
+        first = marked.iloc[0]
+        rank_zero_warn(
+            f"column {shown(numbers.name)} of {path} holds {shown(first)} and the like, always with three digits "
+            f"behind the mark, read as {numbers[marked.index[0]]:g}. These may be marks of thousands: if "
+            f"{first.replace(decimal, '')} is meant, remove the marks from the file"
+        )
+
+
+def may_have_thousands(numbers: pd.Series) -> bool:
+    """Return whether a column has fractions of three digits at most, and numbers below 1000 alone."""
+    if numbers.dtype != np.float64:
+        return False
+    present = numbers.dropna().to_numpy()
+    if (np.abs(present) >= 1000).any() or (present % 1 == 0).all():
+        return False
+    thousandths = present * 1000
+    return np.allclose(thousandths, thousandths.round(), rtol=0, atol=1e-6)
+
+
+def warn_of_new_numbers(features: pd.DataFrame, train: pd.DataFrame, path: Path) -> None:
+    """Warn of columns of numbers that are missing, or in a range, where those of the training rows are not."""
+    for name in train.columns:
+        known, new = train[name].dropna(), features[name].dropna()
+        if train[name].dtype != np.float64 or known.empty:
+            continue
+        if new.empty or (len(new) < len(features) and len(known) == len(train)):
+            lacking = "is empty" if new.empty else f"lacks {len(features) - len(new)} of {len(features)} values"
             rank_zero_warn(
-                f"column {shown(name)} of {path} holds {code:g} in {int((numbers == code).sum())} of {len(numbers)} "
-                "rows, far from all its other numbers. If it stands for a missing value, set csv.missing, as by "
-                f"--data.csv.missing={code:g}"
+                f"column {shown(name)} of {path} {lacking}, and {len(known)} of {len(train)} training rows have one: "
+                f"the median of the training rows, {known.median():g}, is put there"
             )
+        if new.empty:
+            continue
+        low, high = known.min(), known.max()
+        distance = max(new.min() - high, low - new.max())
+        if distance > 0 and (len(new) >= _FEWEST_OUTSIDE or distance > high - low):
+            rank_zero_warn(
+                f"column {shown(name)} of {path} holds numbers from {new.min():g} to {new.max():g}, all outside those "
+                f"of the training rows, {low:g} to {high:g}. Write them in the same unit, with the same decimal mark"
+            )
+
+
+def _warn_of_code(column: pd.Series, path: Path, remedy: str) -> None:
+    """Warn of a number that may stand for missing values; ``remedy`` may have a field ``code``."""
+    numbers = column.to_numpy()
+    if len(numbers) > _FEWEST_ROWS and (code := _far_value(numbers[~np.isnan(numbers)])) is not None:
+        rank_zero_warn(
+            f"column {shown(column.name)} of {path} holds {code:g} in {int((numbers == code).sum())} of {len(numbers)} "
+            f"rows, far from all its other numbers. If it stands for a missing value, {remedy.format(code=code)}"
+        )
 
 
 def _counts_rows(numbers: np.ndarray) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lightning_accel.data.quoting import listed, shown
-from lightning_accel.data.tables.files import LARGEST, numbers_first, require_no_quantity
+from lightning_accel.data.tables.files import LARGEST, numbers_first, require_no_quantity, warn_of_similar_classes
 from lightning_accel.ops.extras import import_on_use
 
 if TYPE_CHECKING:
@@ -98,4 +98,6 @@ def require_classes(others: set[str], train: set[str], where: str, quantity: str
         )
     if len(train) < 2:
         raise ValueError(f"{where} holds one class only, {listed(sorted(train))}; two or more are needed")
-    return sorted(train, key=numbers_first)
+    classes = sorted(train, key=numbers_first)
+    warn_of_similar_classes(classes, where)
+    return classes

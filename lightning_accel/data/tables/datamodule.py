@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,7 @@ from lightning_accel.data.shards.loader import datamodule_loader
 from lightning_accel.data.shards.moments import Moments
 from lightning_accel.data.shards.options import ShardOptions
 from lightning_accel.data.shards.splits import Split
-from lightning_accel.data.tables.column_checks import warn_of_columns
+from lightning_accel.data.tables.column_checks import warn_of_columns, warn_of_new_numbers
 from lightning_accel.data.tables.encoding import make_encoder, names_of_features, to_tensor
 from lightning_accel.data.tables.files import (
     A_QUANTITY,
@@ -264,7 +266,8 @@ class TabularDataModule(InMemoryDataModule):
             BatchTensorDataset(rows[chosen], targets[chosen]) for chosen in (train, val, test)
         )
         if self.trainer is not None:
-            warn_of_columns(features, train, self.path)
+            quantity = pd.Series(labels, name=self.target) if self._is_quantity else None
+            warn_of_columns(features, train, self.path, quantity)
         self._warn_of_new_categories(features.iloc[np.concatenate([val, test])], self.path)
         self.predict_rows = BatchTensorDataset(self.test_rows.tensors[0])
         self.predict_columns = table.loc[test, kept].assign(file_row=test)[["file_row", *kept]]
@@ -274,9 +277,10 @@ class TabularDataModule(InMemoryDataModule):
                 self.predict_path, [*as_written, *(name for name, number in is_number.items() if not number)]
             )
             require_columns(table, self._feature_columns, self.predict_path)
-            features, _ = self._read_features(table, self.predict_path, is_number)
-            self._warn_of_new_categories(features, self.predict_path)
-            self.predict_rows = BatchTensorDataset(to_tensor(encoder.transform(features)))
+            new, _ = self._read_features(table, self.predict_path, is_number)
+            self._warn_of_new_categories(new, self.predict_path)
+            warn_of_new_numbers(new, features.iloc[train], self.predict_path)
+            self.predict_rows = BatchTensorDataset(to_tensor(encoder.transform(new)))
             self.predict_columns = table[[name for name in kept if name in table]]
         self._report_columns([len(rows) for rows in (self.train_rows, self.val_rows, self.test_rows)])
 
@@ -292,11 +296,6 @@ class TabularDataModule(InMemoryDataModule):
             raise ValueError(
                 f"the target column {shown(self.target)} of {path} holds a class without a name, "
                 f"{shown(blank[0])}; name it, or list it under csv.missing if it means a missing class"
-            )
-        if len({name.strip() for name in names}) < len(names):
-            rank_zero_warn(
-                f"classes of {shown(self.target)} in {path} differ by spaces at their ends alone, and count as "
-                f"different: {listed([shown(name) for name in names], 10)}. Remove the spaces"
             )
         self._keep_target(names, None)
         return labels
@@ -378,7 +377,9 @@ class TabularDataModule(InMemoryDataModule):
 
     def preprocessing(self) -> RawColumns:
         """Return the module that encodes rows of the table as features, for exported models that take raw rows."""
-        return self._table.encoder if self.is_sharded else RawColumns.of_encoder(self._encoder)
+        if self.is_sharded:
+            return self._table.encoder
+        return RawColumns.of_encoder(self._encoder, list_of_names(self.csv.missing), self.csv.decimal)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -402,12 +403,26 @@ class TabularDataModule(InMemoryDataModule):
     ) -> tuple[pd.DataFrame, dict[str, bool]]:
         """Return the feature columns as float64 or text, and which are numbers; ``is_number`` says so if known."""
         if is_number is None:
-            is_number = {
-                name: name not in self.categorical and holds_numbers(table[name], path)
-                for name in self._feature_columns
-            }
+            is_number, wrong = {}, dict[str, ValueError]()
+            for name in self._feature_columns:
+                try:
+                    is_number[name] = name not in self.categorical and holds_numbers(table[name], path)
+                except ValueError as error:
+                    wrong[name] = error
+            if len(wrong) > 1:
+                raise ValueError("\n".join(map(str, [*wrong.values()][:5])) + _exclude_all([*self.exclude, *wrong]))
+            if wrong:
+                raise next(iter(wrong.values()))
         columns = {
             name: as_numbers(table[name], path) if number else as_text(table[name], path)
             for name, number in is_number.items()
         }
         return pd.DataFrame(columns, index=table.index), is_number
+
+
+def _exclude_all(names: Sequence[str]) -> str:
+    """Return the end of a message about several columns, with the option that leaves them out."""
+    return (
+        f"\nTo leave out all {len(names)}: --data.exclude "
+        f"{shlex.quote(json.dumps([cut(name) for name in names[:20]], ensure_ascii=False))}"
+    )

@@ -5,14 +5,17 @@ from __future__ import annotations
 import difflib
 import re
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_accel.data.bounds import allowed_bytes, require_allowed, require_unpackable
 from lightning_accel.data.quoting import cut, lacking_column, listed, shown
+from lightning_accel.data.tables.column_checks import may_have_thousands, warn_of_thousands
 from lightning_accel.ops.extras import import_on_use
 
 if TYPE_CHECKING:
@@ -39,6 +42,9 @@ SET_REGRESSION = (
 )
 _MOST_NUMBERS = 20  # different numbers that may be classes whatever they are
 _OTHER_SEPARATORS = ";\t|"
+_FIGURE = r"[$€£]? ?[-+]?[\d.,' ]*\d[\d.,' ]*[%$€£]?"  # a number as people write it
+_DATE = r"(\d{4}-\d\d?-\d\d?|\d\d?[./]\d\d?[./]\d{4})(?!\d)"
+_REMOVE_SIGNS = "Remove currency signs and marks of thousands"
 
 
 def read_table(
@@ -81,6 +87,10 @@ def read_table(
                     index_col=False,
                     low_memory=False,  # True infers a type per chunk, so that it depends on where a text stands
                 )
+            if doubtful := [column for column in table if may_have_thousands(table[column])]:
+                texts = pd.read_csv(path, sep=separator, usecols=doubtful, dtype=str, index_col=False)
+                for column in doubtful:
+                    warn_of_thousands(table[column], texts[column], path, decimal)
     except pd.errors.EmptyDataError:
         raise ValueError(f"{path} is empty; a header and rows were needed") from None
     except (
@@ -189,6 +199,7 @@ def read_classes(
         raise ValueError(f"{where} holds one class only, {shown(classes[0])}; two or more are needed")
     counts = np.bincount(labels)
     require_no_quantity(classes, bool(counts.min() < 3), where, quantity)
+    warn_of_similar_classes(classes, where)
     if counts.min() < 3:
         rarest = classes[int(counts.argmin())]
         uncounted = f"; {num_unknown} rows without a class do not count" if num_unknown else ""
@@ -198,6 +209,16 @@ def read_classes(
             f"one for each split. Merge rare classes, or leave their rows out{uncounted}{otherwise}"
         )
     return labels.astype(np.int64), classes
+
+
+def warn_of_similar_classes(classes: Sequence[str], where: str) -> None:
+    """Warn of classes that differ in upper and lower case or in spaces at their ends alone."""
+    alike = Counter(name.strip().casefold() for name in classes)
+    if similar := [shown(name) for name in classes if alike[name.strip().casefold()] > 1]:
+        rank_zero_warn(
+            f"{where} holds classes that differ in upper and lower case or in spaces at their ends alone, and count as "
+            f"different: {listed(similar, 10)}. Write them in one way"
+        )
 
 
 def read_quantity(column: pd.Series, path: Path) -> np.ndarray:
@@ -280,17 +301,27 @@ def holds_numbers(column: pd.Series, path: Path) -> bool:
     is_text = pd.to_numeric(present.astype(object), errors="coerce").isna()
     if is_text.any() and not is_text.all():
         wrong = is_text.reindex(column.index, fill_value=False)
+        first = str(column[wrong].iloc[0])
+        remedy = _REMOVE_SIGNS if _is_figure(first) else "Mend the value, list it under csv.missing"
         raise ValueError(
-            f"{where} holds {shown(str(column[wrong].iloc[0]))} in {_first_row(wrong)} among numbers; "
-            f"mend the value, list it under csv.missing, or list the column under categorical"
+            f"{where} holds {shown(first)} in {_first_row(wrong)}{_and_others(wrong)} among numbers. {remedy}, or list "
+            "the column under categorical"
         )
-    if is_text.any() and present.astype(str).str.fullmatch(r"[-+]?[\d.,' ]*\d[\d.,' ]*[%$€£]?").all():
+    texts = present.astype(str)
+    are_figures = is_text.any() and texts.str.fullmatch(_FIGURE).all()
+    are_many = is_text.any() and len(present) > 20 and present.nunique() > len(present) / 2
+    if (are_figures or are_many) and texts.str.match(_DATE).mean() >= 0.9:
+        raise ValueError(
+            f"{where} holds dates, such as {shown(texts.iloc[0])}; list it under exclude, or write year, month and day "
+            "as columns of numbers"
+        )
+    if are_figures:
         raise ValueError(
             f"{where} holds {shown(str(present.iloc[0]))} and the like, which are no numbers as they are written; set "
-            "csv.decimal, as by --data.csv.decimal ',', if the comma is the decimal mark, rewrite them without marks "
-            "of thousands, or list the column under categorical"
+            "csv.decimal, as by --data.csv.decimal ',', if the comma is the decimal mark, rewrite them without "
+            "currency signs and marks of thousands, or list the column under categorical"
         )
-    if is_text.any() and len(present) > 20 and present.nunique() > len(present) / 2:
+    if are_many:
         raise ValueError(
             f"{where} holds {present.nunique()} different texts in {len(present)} rows; list it under exclude if it "
             "is a key, or under categorical to make each text a feature"
@@ -307,12 +338,22 @@ def as_numbers(column: pd.Series, path: Path, remedy: str | None = None) -> pd.S
         first = str(column[wrong].iloc[0])
         if remedy is None and re.fullmatch(r"[-+]?\d+,\d+", first):
             remedy = "Set csv.decimal, as by --data.csv.decimal ',', if the comma is the decimal mark"
-        remedy = remedy or "Mend the value, or list it under csv.missing"
+        remedy = remedy or (_REMOVE_SIGNS if _is_figure(first) else "Mend the value, or list it under csv.missing")
         raise ValueError(
             f"column {shown(column.name)} of {path} must hold numbers of at most {LARGEST:g}; got {shown(first)} in "
-            f"{_first_row(wrong)}. {remedy}"
+            f"{_first_row(wrong)}{_and_others(wrong)}. {remedy}"
         )
     return numbers
+
+
+def _is_figure(text: str) -> bool:
+    """Return whether a text is a number as people write it, which is none as files have it."""
+    return bool(re.fullmatch(_FIGURE, text)) and pd.isna(pd.to_numeric(text, errors="coerce"))
+
+
+def _and_others(wrong: pd.Series) -> str:
+    """Return how many values are wrong beside the first."""
+    return f" and {wrong.sum() - 1} more of {len(wrong)} values" if wrong.sum() > 1 else ""
 
 
 def as_text(column: pd.Series, path: Path) -> pd.Series:

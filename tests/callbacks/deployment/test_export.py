@@ -1,11 +1,15 @@
 import json
+import re
 import warnings
 from collections import OrderedDict
 from dataclasses import dataclass, fields
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
@@ -143,6 +147,33 @@ def test_rows_of_a_table_go_in_as_they_are(tmp_path):
     torch.testing.assert_close(loaded(raw), module.eval()(features))
     restored = data.preprocessing().inverse(features)
     torch.testing.assert_close(restored, raw, equal_nan=True, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_guide_reads_a_table_as_predict_does(run_folder):
+    """Columns of both kinds, with missing values of both, a code for them, a decimal comma and a new category."""
+    colours = ["red", "green", None, "blue"]
+    lengths = [-999 if row % 7 == 3 else row * 1.5 for row in range(60)]
+    trees = pd.DataFrame({"colour": (colours * 15), "length": lengths, "wet": [row % 3 == 0 for row in range(60)]})
+    trees["zone"] = np.arange(60) // 2 % 3
+    new = trees.head(8).assign(colour=["pink", *colours, *colours[:3]])
+    trees["kind"] = ["oak", "ash"] * 30
+    for name, table in (("trees.csv", trees), ("new_trees.csv", new)):
+        table.to_csv(name, index=False, sep=";", decimal=",")
+    csv = {"decimal": ",", "missing": "-999"}
+    data = TabularDataModule("trees.csv", "kind", categorical="zone", csv=csv, predict_path="new_trees.csv")
+    with pytest.warns(UserWarning, match="holds pink"):
+        data.setup()
+    model, export = MoEClassifier(), Export("onnx", compare=False, preprocess="datamodule", postprocess="probabilities")
+    fit(model, [export], run_folder, data)
+    expected = L.Trainer(logger=False, accelerator="cpu", enable_progress_bar=False).predict(model, data)
+    session = pytest.importorskip("onnxruntime").InferenceSession(export.exported.path)
+    about = json.loads(session.get_modelmeta().custom_metadata_map["lightning_accel.json"])
+    page = (Path(__file__).parents[3] / "docs/guides/smaller.md").read_text()
+    (code,) = re.findall(r"```python tested_by=tests/callbacks/deployment/test_export.py\n(.*?)```", page, re.DOTALL)
+    exec(code.replace('"new_trees.csv"', '"new_trees.csv", sep=";"'), scope := {"about": about, "np": np})
+    (probabilities,) = session.run(None, {session.get_inputs()[0].name: scope["rows"]})
+    np.testing.assert_allclose(probabilities, expected[0]["probabilities"].numpy(), atol=1e-5)
 
 
 class MakesResult(L.Callback):

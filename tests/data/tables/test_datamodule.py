@@ -154,7 +154,10 @@ def test_numbers_as_categories_keep_their_names_beside_missing_values(make, tabl
 def test_rows_to_predict_need_no_target_and_may_hold_what_training_lacked(make, table, tmp_path):
     new = table.drop(columns=["kind", "key"]).head(3).assign(colour=["blue", "red", None], width=[1.0, np.nan, 3.0])
     new.to_csv(tmp_path / "new.csv", index=False)
-    with pytest.warns(UserWarning, match=r"'colour' of .*new.csv holds blue, which no training row has"):
+    with (
+        pytest.warns(UserWarning, match=r"'colour' of .*new.csv holds blue, which no training row has"),
+        pytest.warns(UserWarning, match=r"'width' of .*new.csv lacks 1 of 3 values, and 42 of 42 .* median"),
+    ):
         data = make(predict_path=tmp_path / "new.csv")
     ((batch,),) = data.predict_dataloader()
     assert batch.shape == (3, 7)
@@ -331,9 +334,57 @@ def test_new_rows_with_a_decimal_comma_are_refused_with_the_option(make, tmp_pat
         make("kind;width;size\n" + "oak;1.5;1\nash;2.5;2\n" * 15, exclude=[], predict_path=tmp_path / "new.csv")
 
 
-def test_classes_that_differ_by_spaces_are_told(make):
-    with pytest.warns(UserWarning, match=r"differ by spaces at their ends alone, .*'ash', 'oak', 'oak '"):
-        make("kind,width\n" + "oak,1.5\nash,2.5\noak ,1.4\n" * 10, exclude=[])
+def test_classes_that_differ_by_case_or_spaces_are_told(make):
+    with pytest.warns(UserWarning, match=r"in spaces at their ends alone.* different: 'Oak', 'oak', 'oak '\. Write"):
+        make("kind,width\n" + "oak,1.5\nash,2.5\noak ,1.4\nOak,2\n" * 10, exclude=[])
+
+
+@pytest.mark.parametrize("mark", [".", ","])
+def test_marks_that_may_be_of_thousands_are_told(make, mark):
+    prices = [f'"{618 + i}{mark}{695 - 3 * i}"' for i in range(20)]
+    lines = [f"{price},{size}" for price, size in zip(prices, ["900", *range(1, 20)], strict=True)]
+    options = {"target": "price", "target_kind": "regression", "exclude": [], "csv": {"decimal": mark}}
+    with pytest.warns(UserWarning, match=rf"'price' of .* holds '618\{mark}695' .* read as 618\.695\. .* if 618695 is"):
+        make("\n".join(["price,size", *lines]), **options)
+
+
+@pytest.mark.parametrize("odd", ["0.618", "1.5", "1234", "1234.567"])
+def test_marks_of_other_numbers_are_decimal(make, odd):
+    make("kind,x\n" + "oak,1.234\nash,22.345\n" * 10 + f"oak,{odd}\n", exclude=[])
+
+
+def test_a_code_in_a_quantity_is_told(make, table):
+    odd = table.assign(price=(table["width"] * 1.5).where(table.index % 20 > 0, -999))
+    (code,) = warnings_of(make, odd, target="price", target_kind="regression", exclude=["key", "kind"])
+    assert "column 'price' of" in code
+    assert "holds -999 in 3 of 60 rows, far from all its other numbers" in code
+    assert "remove those rows" in code
+
+
+@pytest.mark.parametrize(
+    ("widths", "told"),
+    [
+        ([None] * 6, r"is empty, and 42 of 42 training rows have one: the median"),
+        ([1000.0, 20000, 30000, 40000, 80000, 9000], r"from 1000 to 80000, all outside .* rows, 1 to 8\d"),
+        ([1000.0], r"from 1000 to 1000, all outside"),
+    ],
+)
+def test_new_numbers_unlike_those_of_training_are_told(widths, told, make, table, tmp_path):
+    table.head(len(widths)).assign(width=widths).to_csv(tmp_path / "new.csv", index=False)
+    with pytest.warns(UserWarning, match=rf"'width' of .*new.csv .*{told}"):
+        make(predict_path=tmp_path / "new.csv")
+
+
+def test_all_columns_that_are_no_features_are_told_at_once(make, table):
+    days = pd.date_range("2022-11-28", periods=60)
+    odd = table.assign(signup=days.strftime("%Y-%m-%d"), paid=days.strftime("%d.%m.%Y"))
+    with pytest.raises(ValueError, match=r"'key' of .*60 different texts") as raised:
+        make(odd, exclude=["wet"])
+    message = str(raised.value)
+    assert "column 'signup' of" in message
+    assert "holds dates, such as '2022-11-28'; list it under exclude" in message
+    assert "holds dates, such as '28.11.2022'" in message
+    assert message.endswith("""To leave out all 4: --data.exclude '["wet", "key", "signup", "paid"]'""")
 
 
 def test_checkpoint_keeps_what_was_fitted(make, table):
@@ -398,6 +449,16 @@ def test_only_rows_of_the_test_split_may_change_after_a_checkpoint(make, table):
             "kind,width\n" + "oak,1\nash,2\n" * 9 + ",3\n",
             {},
             r"'kind' of .* lacks 1 of 19 values, the first in row 18 \(from 0\)",
+        ),
+        (
+            "kind,price\n" + "oak,618.695 €\nash,1.067.910 €\n" * 9 + "oak,3\n",
+            {},
+            r"'618.695 €' in row 0 \(from 0\) and 17 more of 19 values among numbers\. Remove currency signs and marks",
+        ),
+        (
+            "kind,price\n" + "oak,618.695 €\nash,1.067.910 €\n" * 9,
+            {"target": "price", "target_kind": "regression"},
+            r"got '618.695 €' in row 0 \(from 0\) and 17 more of 18 values\. Remove currency signs and marks of thous",
         ),
         ("kind,width\n" + "oak,1\n" * 9, {}, r"one class only, 'oak'"),
         ("kind,width\n" + "oak,1\nash,2\n" * 9 + "elm,3\n", {}, r"'elm' has 1 rows; each needs 3.* out$"),
