@@ -131,7 +131,7 @@ def test_export_is_suggested_for_models_that_it_takes(kind, has_graphs, is_named
     ],
 )
 def test_the_suggested_export_takes_data_as_they_are(model, options, monkeypatch):
-    saver = SimpleNamespace(path=Path("config_fit.yaml"), config={})
+    saver = SimpleNamespace(path=Path("config_fit.yaml"), config={}, has_graphs=False)
     monkeypatch.setattr("lightning_accel.cli.next_commands.callbacks_of", lambda *_: [saver])
     trainer = SimpleNamespace(interrupted=False, enable_validation=True, datamodule=DigitsDataModule())
     (line,) = (line for line in next_commands(trainer, model, "a.ckpt") if "export" in line)

@@ -295,8 +295,8 @@ def newest_checkpoint(
     the folder count as one, so give each run a folder of its own.
 
     Args:
-        places: a folder, or several: files, folders, and URLs of folders in stores. Those that do not exist yet are
-            empty.
+        places: a folder, or several: files, folders, and URLs of folders in stores. A folder that does not exist yet
+            holds none.
         copies: local copies of what stores hold, ``AtomicCheckpointIO(local_folder=...).copies``; those whose upload
             was cut off are taken into account.
 

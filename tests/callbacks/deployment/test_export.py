@@ -63,7 +63,8 @@ def test_trained_model_is_in_the_file_and_in_the_report(format, tmp_path):
     module.eval()
     torch.testing.assert_close(loaded(x), module.net(x))
     assert loaded.predict(x)["class"] == ["abc"[number] for number in module.net(x).argmax(1)]
-    assert loaded.metadata["metadata"] == {"model": "Own", "submodule": "net", "step": 2, "columns": None}
+    of_tables = dict.fromkeys(("columns", "missing", "decimal"))
+    assert loaded.metadata["metadata"] == {"model": "Own", "submodule": "net", "step": 2, **of_tables}
     rows = json.loads((tmp_path / "figures" / "export.json").read_text())["rows"]
     name = "onnx file" if format == "onnx" else "pt2 file"
     assert [row["name"] for row in rows] == ["fp32 eager", name]
