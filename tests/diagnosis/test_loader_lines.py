@@ -30,6 +30,11 @@ class Slow(Dataset):
         return torch.zeros(3)
 
 
+class GoesOn(Slow):
+    def __getitem__(self, index):
+        return self.load(index), setattr(self.clock, "now_ns", self.clock.now_ns + 12_000_000)
+
+
 class Drawing(Slow):
     def __init__(self, draw):
         self.draw = draw
@@ -62,6 +67,13 @@ def test_the_slow_lines_are_named_with_their_shares(workers, monkeypatch):
     assert not draws
     assert (random_state(), sys.gettrace()) == (before, tracer)
     assert loader.num_workers == workers.get("num_workers", 0)
+
+
+def test_what_follows_a_function_of_the_users_counts_as_the_line_that_called_it(monkeypatch):
+    dataset = GoesOn(use_clock(monkeypatch, loader_lines))
+    (slow, fast), _ = trace_loading(DataLoader(dataset, 2, collate_fn=list), 5.0, 3)
+    assert slow.text.startswith("return self.load(index), setattr")
+    assert (slow.share, fast.share) == pytest.approx((0.6, 0.4), abs=0.01)
 
 
 @pytest.mark.parametrize("draw", [random.random, partial(torch.rand, ())], ids=["python", "torch"])

@@ -86,6 +86,27 @@ def test_a_form_that_fails_in_validation_has_a_note(tmp_path):
     assert bfloat16.status == "failed"
 
 
+class OfNoLastBatch(OfWholeBatches):
+    has_trained = False
+
+    def on_train_end(self):
+        self.has_trained = True
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        if self.has_trained and len(batch) == 3:
+            raise RuntimeError("too few rows")
+
+
+def test_a_model_that_fails_in_validation_has_no_report(tmp_path):
+    seen, loader = CompressionReport(compiled=False, seconds=0.02), DataLoader(RandomDataset(32, 11), 8)
+    trainer = L.Trainer(max_steps=1, accelerator="cpu", logger=False, enable_progress_bar=False, callbacks=[seen],
+                        enable_checkpointing=False, enable_model_summary=False, default_root_dir=tmp_path)  # fmt: skip
+    with pytest.warns(UserWarning, match="CompressionReport failed: RuntimeError: too few rows"):
+        trainer.fit(OfNoLastBatch(), loader, loader)
+    assert seen.report is None
+
+
 class OfGraphs(L.LightningModule):
     def __init__(self):
         super().__init__()

@@ -113,6 +113,17 @@ def test_weights_are_those_of_a_loop():
         assert trainer.callback_metrics["train/distillation_loss"] > 0
 
 
+def test_probabilities_of_values_are_refused():
+    class OfValues(Own):
+        def training_step(self, batch, batch_idx):
+            return self.net(batch[0]).square().mean()
+
+    module, teacher = OfValues(), teacher_net()
+    module.net[-1], teacher[-1] = nn.Linear(7, 1), nn.Linear(9, 1)
+    with pytest.raises(ValueError, match=r"probabilities of two or more classes.*shape \(4, 1\). Set loss='mse'"):
+        fit(module, Distillation(teacher))
+
+
 def test_accumulated_steps_are_those_of_a_loop():
     module, teacher = Own(), teacher_net()
     aim = copy.deepcopy(teacher).double().eval()
