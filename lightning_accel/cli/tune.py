@@ -56,7 +56,7 @@ def run_tune(arguments: Sequence[str]) -> int:
         epilog="All other arguments are those of fit: --config X.yaml, --trainer.max_epochs 3, ...",
         allow_abbrev=False,
     )
-    parser.add_argument("--budget", default="10m", help="time for everything, such as 90s, 10m or 1h (default: 10m)")
+    parser.add_argument("--budget", default="10m", help="time of the search, such as 90s, 10m or 1h (default: 10m)")
     parser.add_argument(
         "--goal",
         choices=GOALS,

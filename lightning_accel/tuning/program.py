@@ -66,7 +66,8 @@ def tune(
             returns (trainer, module, data), with options for the Trainer as keyword arguments: ``def
             make(**trainer_options)``. Data is a LightningDataModule, a DataLoader of training data, or None. Options
             may have ``plugins``, to which a function with plug-ins of its own adds them.
-        budget: seconds for everything, or minutes as in ``10m``.
+        budget: seconds for the search, or minutes as in ``10m``. Native kernels are built before it begins, once on a
+            machine.
         output: folder.
         goal: ``speed``, ``memory`` or ``latency``.
         allow: changes of what is learned to try as well: ``batch_size`` for batches of 2, 4 and 8 times the samples, at
@@ -121,9 +122,8 @@ def tune(
         task = bar.add_task("the run as it is", total=1.0, best=1.0)
 
         def show(what: str, share: float, best: float) -> None:
-            if (
-                not bar.console.is_terminal and bar.tasks[0].description != what
-            ):  # a file shows the bar at its end alone
+            is_new = bar.tasks[0].description != what
+            if is_new and not bar.console.is_terminal:  # a file shows the bar at its end alone
                 bar.print(f"{share:4.0%} of the budget, best so far {best:.2f}: {what}", markup=False, highlight=False)
             bar.update(task, description=what, completed=share, best=best)
 
