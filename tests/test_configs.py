@@ -131,7 +131,7 @@ def test_rbm_bars_comes_within_two_nats_of_larger_pictures(command):
     ("fold", "options", "expected"),
     [
         *(pytest.param(fold, [], 1.0, marks=pytest.mark.weekly) for fold in range(1, 5)),
-        (0, ["--model.marking.num_nodes=0"], 0.1),
+        (0, ["--model.marking.num_nodes=0", "--model.layers.norm=batch"], 0.1),
     ],
 )
 def test_circular_skip_links_of_each_fold(command, run_folder, fold, options, expected):

@@ -5,6 +5,8 @@ D output features; O groups of tuples, one per graph or node.
 """
 
 import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -40,6 +42,11 @@ stats = import_on_use("scipy.stats")
 # parts of the messages of torch for a linear layer or a sum
 _MISMATCH_MESSAGES = "shapes cannot be multiplied", "same dtype", "scalar type"
 _NORMS_OF_GRAPHS = GraphNorm, GraphSizeNorm, InstanceNorm, LayerNorm, MeanSubtractionNorm, PairNorm
+_MIXED_COPIES = (
+    "would normalise all copies of all graphs together: leave it out there, and normalise after each convolution, with "
+    "batch. PyTorch Geometric's models do so with norm=GraphNorm(hidden_channels), a module; by the name "
+    "norm='graph_norm' GIN has it in its convolutions, too"
+)
 
 
 class Estimate(NamedTuple):
@@ -147,6 +154,7 @@ class RelationalPooling(nn.Module):
         self._takes = _optional_inputs(base_gnn)
         _require_norms_with_batch(base_gnn, "base_gnn", takes_batch="batch" in self._takes)
         _require_norms_with_batch(self.head, "head", takes_batch=False)
+        self._first_call = True
 
     def reset_parameters(self) -> None:
         reset(self.base_gnn)
@@ -272,7 +280,12 @@ class RelationalPooling(nn.Module):
     def _embed(self, x: Tensor, edge_index: Tensor, optional: dict[str, Tensor]) -> Any:
         """Call the base GNN; explain errors of width or dtype, since torch's messages do not mention the marks."""
         try:
-            return self.base_gnn(x, edge_index, **optional)
+            if not self._first_call or torch.compiler.is_compiling():
+                return self.base_gnn(x, edge_index, **optional)
+            with _norms_get_batch(self.base_gnn):
+                h = self.base_gnn(x, edge_index, **optional)
+            self._first_call = False
+            return h
         except RuntimeError as error:
             if not any(words in str(error) for words in _MISMATCH_MESSAGES):
                 raise
@@ -366,14 +379,33 @@ def _require_norms_with_batch(network: nn.Module, role: str, takes_batch: bool) 
             place = f"{type(module).__name__} of the {role} calls its inner modules without batch"
         else:
             continue
-        for norm in module.modules():
-            if isinstance(norm, _NORMS_OF_GRAPHS) and getattr(norm, "mode", "graph") == "graph":
-                raise ValueError(
-                    f"{place}, and {type(norm).__name__} within would normalise all copies of all graphs together: "
-                    "leave it out there, and normalise after each convolution, with batch. PyTorch Geometric's models "
-                    "do so with norm=GraphNorm(hidden_channels), a module; by the name norm='graph_norm' GIN has it in "
-                    "its convolutions, too"
-                )
+        for norm in _norms_of_graphs(module):
+            raise ValueError(f"{place}, and {type(norm).__name__} within {_MIXED_COPIES}")
+
+
+def _norms_of_graphs(network: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules that normalise the nodes of a graph together."""
+    for norm in network.modules():
+        if isinstance(norm, _NORMS_OF_GRAPHS) and getattr(norm, "mode", "graph") == "graph":
+            yield norm
+
+
+@contextmanager
+def _norms_get_batch(network: nn.Module) -> Iterator[None]:
+    """Reject calls of norms of graphs without ``batch``, by whichever code of the network calls them."""
+
+    def check(norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if kwargs.get("batch", args[1] if len(args) > 1 else None) is None:
+            raise ValueError(
+                f"{type(norm).__name__} of {type(network).__name__}, the base_gnn, is called without batch and "
+                f"{_MIXED_COPIES}. In PyTorch Geometric's Sequential its arguments are 'x, batch -> x'"
+            )
+
+    with ExitStack() as hooks:
+        for norm in _norms_of_graphs(network):
+            hooks.callback(norm.register_forward_pre_hook(check, with_kwargs=True).remove)
+        yield
+
 
 
 def _mark_nodes(x: Tensor, copies: Copies) -> Tensor:

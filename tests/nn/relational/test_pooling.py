@@ -480,6 +480,30 @@ def test_refuses_norms_that_would_mix_graphs(base, head, message):
         RelationalPooling(base, tuples="edges", head=head)
 
 
+class Forgetful(nn.Module):
+    """Normalise without ``batch``, which is a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = GraphNorm(3)
+
+    def forward(self, x, edge_index, batch):
+        return self.norm(x)
+
+
+@pytest.mark.parametrize(
+    "base", [Sequential("x, edge_index, batch", [(nn.Identity(), "x -> x"), (GraphNorm(3), "x -> x")]), Forgetful()]
+)
+def test_refuses_norms_that_are_called_without_batch(base):
+    x, edge_index = torch.ones(2, 1), torch.tensor([[0], [1]])
+    pooling = RelationalPooling(base, tuples="edges")
+    with pytest.raises(ValueError, match=rf"GraphNorm of {type(base).__name__}.*, is called without batch and would"):
+        pooling(x, edge_index)
+    passing = RelationalPooling(Sequential("x, edge_index, batch", [(GraphNorm(3), "x, batch -> x")]), tuples="edges")
+    passing(x, edge_index)
+    assert not any(module._forward_pre_hooks for module in passing.modules())
+
+
 def test_refuses_inputs():
     pooling = RelationalPooling(GIN(2, 3, 1), 1)
     x, edge_index, batch = torch.ones(3, 1), torch.tensor([[0], [1]]), torch.tensor([0, 1, 1])
