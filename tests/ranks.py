@@ -6,6 +6,7 @@ order of rank. A Trainer inside with ``strategy="ddp", devices=world_size`` find
 
 import atexit
 import faulthandler
+import gc
 import itertools
 import multiprocessing as mp
 import os
@@ -176,3 +177,17 @@ def _serve(rank: int, world_size: int, pipe: Connection, stderr: str) -> None:
         if not answer[0]:
             return
         dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Clear torch's caches of meshes, which keep ended groups and their threads, each awake 100 times a second."""
+    from torch.distributed.tensor import _collective_utils, _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+    _redistribute._gen_transform_infos.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
+    _clear_sharding_prop_cache()
+    gc.collect()
+    gc.freeze()  # what stays is no garbage: the next collection need not look at it

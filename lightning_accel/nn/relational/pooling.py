@@ -407,7 +407,6 @@ def _norms_get_batch(network: nn.Module) -> Iterator[None]:
         yield
 
 
-
 def _mark_nodes(x: Tensor, copies: Copies) -> Tensor:
     """Concatenate the features ``x`` (N, F) of all copied nodes and one-hot marks, to (R, F + k)."""
     rows, marks = len(copies.node), copies.marked.shape[1]
