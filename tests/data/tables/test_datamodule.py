@@ -341,15 +341,20 @@ def test_classes_that_differ_by_case_or_spaces_are_told(make):
 
 @pytest.mark.parametrize("mark", [".", ","])
 def test_marks_that_may_be_of_thousands_are_told(make, mark):
-    prices = [f'"{618 + i}{mark}{695 - 3 * i}"' for i in range(20)]
-    lines = [f"{price},{size}" for price, size in zip(prices, ["900", *range(1, 20)], strict=True)]
+    prices = [*(f'"{618 + i}{mark}{695 - 3 * i}"' for i in range(20)), "900"]
+    lines = [f"{price},{size}" for size, price in enumerate(prices)]
     options = {"target": "price", "target_kind": "regression", "exclude": [], "csv": {"decimal": mark}}
-    with pytest.warns(UserWarning, match=rf"'price' of .* holds '618\{mark}695' .* read as 618\.695\. .* if 618695 is"):
+    with pytest.warns(UserWarning, match=rf"'price' of .* holds '618\{mark}695' .* read as 618\.695, .* if 618695 is"):
         make("\n".join(["price,size", *lines]), **options)
 
 
 @pytest.mark.parametrize("odd", ["0.618", "1.5", "1234", "1234.567"])
 def test_marks_of_other_numbers_are_decimal(make, odd):
+    make("kind,x\n" + "oak,1.234\nash,22.345\n" * 10 + f"oak,{odd}\nash,900\n", exclude=[])
+
+
+@pytest.mark.parametrize("odd", ["12.000", "-3.250", "0", "-1", ""])
+def test_three_decimals_in_all_numbers_are_decimal(make, odd):
     make("kind,x\n" + "oak,1.234\nash,22.345\n" * 10 + f"oak,{odd}\n", exclude=[])
 
 
