@@ -77,8 +77,10 @@ def may_have_thousands(numbers: pd.Series) -> bool:
     if numbers.dtype != np.float64:
         return False
     present = numbers.dropna().to_numpy()
+    if (np.abs(present) >= 1000).any():  # infinities, too, which have no remainder
+        return False
     is_whole = present % 1 == 0
-    if (np.abs(present) >= 1000).any() or is_whole.all() or not (is_whole & (present > 0)).any():
+    if is_whole.all() or not (is_whole & (present > 0)).any():
         return False
     thousandths = present * 1000
     return np.allclose(thousandths, thousandths.round(), rtol=0, atol=1e-6)
