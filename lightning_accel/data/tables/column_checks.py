@@ -53,26 +53,34 @@ def warn_of_columns(features: pd.DataFrame, train: np.ndarray, path: Path, quant
 def warn_of_thousands(numbers: pd.Series, texts: pd.Series, path: Path, decimal: str) -> None:
     """Warn of a column whose decimal marks, as ``texts`` has them, may be marks of thousands.
 
-    They may be if each has three digits behind it and one to three before it, which do not begin with 0.
+    They may be if each has three digits behind it and one to three before it, which do not begin with 0, and if other
+    numbers, from 1 to 999, have no mark. Where all numbers have three decimals, as ``%.3f`` writes them, none lacks it.
     """
     present = texts[numbers.notna() & texts.notna()].str.strip()
     marked = present[present.str.contains(decimal, regex=False)]
     mark = re.escape(decimal)
-    if len(marked) >= _FEWEST_MARKED and present.str.fullmatch(rf"[-+]?([1-9]\d{{0,2}}{mark}\d{{3}}|\d{{1,3}})").all():
+    if (
+        len(marked) >= _FEWEST_MARKED
+        and present.str.fullmatch(rf"[-+]?([1-9]\d{{0,2}}{mark}\d{{3}}|\d{{1,3}})").all()
+        and present.str.fullmatch(r"\+?0*[1-9]\d*").any()  # 0 and -1 may be codes among numbers with three decimals
+    ):
         first = marked.iloc[0]
         rank_zero_warn(
             f"column {shown(numbers.name)} of {path} holds {shown(first)} and the like, always with three digits "
-            f"behind the mark, read as {numbers[marked.index[0]]:g}. These may be marks of thousands: if "
-            f"{first.replace(decimal, '')} is meant, remove the marks from the file"
+            f"behind the mark, read as {numbers[marked.index[0]]:g}, beside numbers below 1000 without a mark. These "
+            f"may be marks of thousands: if {first.replace(decimal, '')} is meant, remove the marks from the file"
         )
 
 
 def may_have_thousands(numbers: pd.Series) -> bool:
-    """Return whether a column has fractions of three digits at most, and numbers below 1000 alone."""
+    """Return whether a column has fractions of three digits at most, whole numbers, and numbers below 1000 alone."""
     if numbers.dtype != np.float64:
         return False
     present = numbers.dropna().to_numpy()
-    if (np.abs(present) >= 1000).any() or (present % 1 == 0).all():
+    if (np.abs(present) >= 1000).any():  # infinities, too, which have no remainder
+        return False
+    is_whole = present % 1 == 0
+    if is_whole.all() or not (is_whole & (present > 0)).any():
         return False
     thousandths = present * 1000
     return np.allclose(thousandths, thousandths.round(), rtol=0, atol=1e-6)

@@ -41,6 +41,7 @@ from lightning_accel.data.tables.files import (
     require_present,
     split_in_three,
 )
+from lightning_accel.data.tables.leakage import warn_of_answers, warn_of_copies
 from lightning_accel.data.tables.sharded import ShardedTable, new_category_message
 from lightning_accel.data.tables.statistics import Target
 from lightning_accel.ops.extras import import_on_use
@@ -268,6 +269,8 @@ class TabularDataModule(InMemoryDataModule):
         if self.trainer is not None:
             quantity = pd.Series(labels, name=self.target) if self._is_quantity else None
             warn_of_columns(features, train, self.path, quantity)
+            warn_of_copies(features, labels, train, np.concatenate([val, test]), self.path)
+            warn_of_answers(features.iloc[train], labels[train], self.path, self._is_quantity)
         self._warn_of_new_categories(features.iloc[np.concatenate([val, test])], self.path)
         self.predict_rows = BatchTensorDataset(self.test_rows.tensors[0])
         self.predict_columns = table.loc[test, kept].assign(file_row=test)[["file_row", *kept]]

@@ -267,6 +267,57 @@ def test_columns_that_mean_something_else_are_told(make, table):
     assert warnings_of(make, odd[["number", "kind"]], exclude=[]) == []  # nothing else is left
 
 
+def test_copies_of_training_rows_are_told_once_with_their_share(make, table):
+    unique = table.assign(width=np.random.default_rng(0).normal(size=60).round(3))
+    (copies,) = warnings_of(make, pd.concat([unique] * 3))
+    assert "54 of the 54 rows of" in copies
+    assert "that validate and test (100%) are copies of training rows" in copies
+    assert warnings_of(make, pd.concat([unique, unique.head(4)])) == []
+
+
+def test_equal_rows_of_few_values_are_no_copies(make, table):
+    assert warnings_of(make, pd.concat([table[["wet", "colour", "kind"]]] * 9), exclude=[]) == []
+    grid = pd.DataFrame({"x": np.arange(900) % 30, "y": np.arange(900) // 30 % 3}).assign(
+        kind=lambda it: it.sum(axis=1) % 2
+    )
+    assert warnings_of(make, grid, exclude=[]) == []  # each number of x is in training rows of several y
+
+
+def warnings_of_answers(make, table, **options):
+    return [one for one in warnings_of(make, table, **options) if "tell the target" in one]
+
+
+@pytest.mark.parametrize(
+    "copy", [{"oak": 3, "ash": 1, "elm": 2}, {"oak": "Quercus", "ash": "Fraxinus", "elm": "Ulmus"}]
+)
+def test_columns_that_tell_the_class_are_told(make, table, copy):
+    (answers,) = warnings_of_answers(make, table.assign(copy=table["kind"].map(copy)))
+    assert "with each value in rows of one class alone: copy. If" in answers
+    assert "list it under exclude" in answers
+    one_error = table["kind"].map(copy).where(table.index > 0, copy["elm"])
+    assert warnings_of_answers(make, table.assign(copy=one_error), seed=1) == []
+    assert warnings_of_answers(make, table[["kind"]].assign(copy=table["kind"].map(copy)), exclude=[]) == []
+
+
+def test_codes_of_many_rows_each_tell_the_class_and_measures_do_not(make, table):
+    """Breeds tell the species, if there are many rows of each; a threshold on a measure may, too, and is no answer."""
+    many = pd.concat([table] * 4, ignore_index=True)
+    breed = many["kind"] + (many.index % 2).astype(str)
+    (answers,) = warnings_of_answers(make, many.assign(breed=breed))
+    assert ": breed. If" in answers
+    assert warnings_of_answers(make, table.assign(breed=breed.head(60))) == []
+    measure = many["kind"].map({"oak": 9.0, "ash": 4, "elm": 1}) + np.arange(240) % 20 / 10
+    assert warnings_of_answers(make, many.assign(measure=measure)) == []
+
+
+def test_columns_that_tell_the_quantity_are_told(make, table):
+    noise = np.random.default_rng(0).normal(size=60)
+    prices = table.assign(price=100 + noise, tax=7 - 0.2 * noise, weight=noise + 0.1 * noise[::-1])
+    options = {"target": "price", "target_kind": "regression", "exclude": ["key", "kind"]}
+    (answers,) = warnings_of_answers(make, prices, **options)
+    assert "with a correlation above 0.9999 with it: tax. If" in answers
+
+
 def test_a_quantity_is_read_in_the_unit_of_the_file(make, table):
     prices = table.assign(price=np.arange(60) * 1000.5)
     data = make(prices, target="price", target_kind="regression", exclude=["key", "kind"])
@@ -341,15 +392,20 @@ def test_classes_that_differ_by_case_or_spaces_are_told(make):
 
 @pytest.mark.parametrize("mark", [".", ","])
 def test_marks_that_may_be_of_thousands_are_told(make, mark):
-    prices = [f'"{618 + i}{mark}{695 - 3 * i}"' for i in range(20)]
-    lines = [f"{price},{size}" for price, size in zip(prices, ["900", *range(1, 20)], strict=True)]
+    prices = [*(f'"{618 + i}{mark}{695 - 3 * i}"' for i in range(20)), "900"]
+    lines = [f"{price},{size}" for size, price in enumerate(prices)]
     options = {"target": "price", "target_kind": "regression", "exclude": [], "csv": {"decimal": mark}}
-    with pytest.warns(UserWarning, match=rf"'price' of .* holds '618\{mark}695' .* read as 618\.695\. .* if 618695 is"):
+    with pytest.warns(UserWarning, match=rf"'price' of .* holds '618\{mark}695' .* read as 618\.695, .* if 618695 is"):
         make("\n".join(["price,size", *lines]), **options)
 
 
 @pytest.mark.parametrize("odd", ["0.618", "1.5", "1234", "1234.567"])
 def test_marks_of_other_numbers_are_decimal(make, odd):
+    make("kind,x\n" + "oak,1.234\nash,22.345\n" * 10 + f"oak,{odd}\nash,900\n", exclude=[])
+
+
+@pytest.mark.parametrize("odd", ["12.000", "-3.250", "0", "-1", ""])
+def test_three_decimals_in_all_numbers_are_decimal(make, odd):
     make("kind,x\n" + "oak,1.234\nash,22.345\n" * 10 + f"oak,{odd}\n", exclude=[])
 
 
