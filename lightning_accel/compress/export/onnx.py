@@ -63,7 +63,7 @@ def name_sizes_(model: Any) -> None:
     """Name the dynamic sizes of an ``onnx_ir.Model``, which are those of torch's symbolic shapes, such as ``s95``.
 
     Sizes of inputs are ``batch`` and, by the number of dimensions, ``length`` or ``height`` and ``width``; sizes that
-    these names do not fit are called by the input and the dimension. Those of outputs follow.
+    these names do not fit are called by the input and the dimension. Outputs have the sizes of the inputs they follow.
     """
     import onnx_ir
 
