@@ -110,10 +110,11 @@ class ChannelStructure:
                 f"{', '.join(map(str, self._multiples.values()))}. Lower round_to, or raise the target; where it "
                 "is 1, fused experts need the multiples"
             )
-        self._warn_of_few_left(gone)  # with scope="global" what an average layer keeps
+        self._warn_of_few_left(gone, " on average" if self.scope == "global" else "")
 
-    def _warn_of_few_left(self, gone: Mapping[str, Sequence[int]]) -> None:
-        warn_of_few_left({name: (size - len(gone[name]), size) for name, size in self._sizes.items()}, self.target)
+    def _warn_of_few_left(self, gone: Mapping[str, Sequence[int]], how: str = "") -> None:
+        counts = {name: (size - len(gone[name]), size) for name, size in self._sizes.items()}
+        warn_of_few_left(counts, f"{self.target:g} leaves{how}")
 
     def prune_to(self, trainer: L.Trainer, pl_module: L.LightningModule, sparsity: float) -> None:
         if self.groups is None:
@@ -264,12 +265,12 @@ def require_strategy(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         )
 
 
-def warn_of_few_left(counts: Mapping[str, tuple[int, int]], sparsity: float, what: str = "channels") -> None:
+def warn_of_few_left(counts: Mapping[str, tuple[int, int]], leaves: str, what: str = "channels") -> None:
     """Warn of layers that keep one or two, or less than 5 %, of at least eight times as many.
 
     Args:
         counts: how many each layer keeps, and how many it has, by name.
-        sparsity: share that was to be removed.
+        leaves: the share to remove and a verb, such as "0.9 leaves".
         what: is removed.
     """
     few = [
@@ -280,7 +281,7 @@ def warn_of_few_left(counts: Mapping[str, tuple[int, int]], sparsity: float, wha
     if few:
         hint = " (half of the channels of all layers are three quarters of the weights)" * (what == "channels")
         rank_zero_warn(
-            f"a sparsity of {sparsity:g} leaves {list_some(few)}, which may be too few to learn anything: lower "
+            f"a sparsity of {leaves} {list_some(few)}, which may be too few to learn anything: lower "
             f"sparsity{hint}, or name in exclude what is to stay whole"
         )
 

@@ -126,8 +126,8 @@ class MaskStructure:
             )
 
     def _warn_of_few_left(self) -> None:
-        """Warn of layers that keep fewer weights than they have outputs; N:M keeps N for each output or more."""
-        if self.pattern is not None:
+        """Warn of layers that keep fewer weights than outputs; N:M keeps N for each output or more."""
+        if self.pattern is not None or self.scope == "global":  # which shows as weights are pruned
             return
         shapes = {part.name: part.shape for part in self.parts}
         counts = counts_of_layers(shapes, self.target, self.scope, self._stacked())

@@ -160,7 +160,7 @@ def _plan_experts(found: Deployed, sparsity: float, exclude: Sequence[str]) -> P
 
 def _warn_of_few_left(found: Deployed, counts: dict[str, tuple[int, int]], sparsity: float, what: str) -> None:
     prefix = f"{found.name}." if found.name else ""
-    warn_of_few_left({prefix + name: count for name, count in counts.items()}, sparsity, what)
+    warn_of_few_left({prefix + name: count for name, count in counts.items()}, f"{sparsity:g} leaves", what)
 
 
 def _row(name: str, parameters: int, sparsity: float, note: str) -> dict[str, Any]:
