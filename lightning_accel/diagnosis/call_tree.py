@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.profiler import profile
 
@@ -23,8 +24,10 @@ _OBJECT = re.compile(r" of .*| at 0x.*|_\d+$")  # which of a kind is called
 _REPEATED = 8  # calls of one line from which it is a loop
 _MOST_ADDED_NS = 1000.0  # more for each event is not the profiler's, which takes 300 to 600
 _SMALL_NS = 10_000  # self time of an operation, below which dispatching it takes longer than its work
-_STDLIB = os.path.realpath(sysconfig.get_path("stdlib"))
-_NOT_THE_USERS = ("<", _STDLIB, str(Path(lightning_accel.__file__).resolve().parent))
+_STDLIB = tuple(os.path.join(os.path.realpath(sysconfig.get_path(name)), "") for name in ("stdlib", "platstdlib"))
+_NOT_THE_USERS = ("<", *_STDLIB, str(Path(lightning_accel.__file__).resolve().parent))
+_PACKAGES = re.compile(r"/(?:site|dist)-packages/")  # also of other environments on the path; dist is Debian's
+_TORCH = os.path.join(os.path.dirname(os.path.realpath(torch.__file__)), "")
 
 
 class Span(NamedTuple):
@@ -197,14 +200,15 @@ def is_users(call: Any) -> bool:
 
 def is_users_file(file: str) -> bool:
     """Return whether a file is neither of a package that is installed nor of Python's."""
-    return bool(file) and "site-packages" not in file and not file.startswith(_NOT_THE_USERS)
+    return bool(file) and not _PACKAGES.search(file) and not file.startswith(_NOT_THE_USERS)
 
 
 def short_path(file: str) -> str:
     """Return the path without the folder of installed packages, or relative to the working directory."""
-    installed = file.partition("site-packages/")[2]
+    if installed := _PACKAGES.search(file):
+        return file[installed.end() :]
     path = Path(file)
-    return installed or (str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
 
 
 def callers(event: Any) -> Iterator[Any]:
@@ -222,7 +226,7 @@ def place_of(event: Any) -> tuple[str, bool]:
     inner = event
     for call in callers(event):
         file = _file(call)
-        is_torch = "site-packages/torch/" in file or file.startswith(("<", _STDLIB))  # or a decorator
+        is_torch = file.startswith(("<", _TORCH, *_STDLIB))  # or a decorator
         if file and not is_torch:
             line = _line_in(call, inner) or _first_line(call)
             return f"{short_path(file)}:{line} in {_function(call)}", is_users(call)

@@ -24,6 +24,15 @@ def list_of_names(names: Iterable[Name]) -> list[Name]:
     return list(names)
 
 
+def list_some(names: Sequence[str], most: int = 5) -> str:
+    """Join names, and count those that are more than ``most``.
+
+    >>> list_some(["a", "b", "c"], most=2)
+    'a, b and 1 more'
+    """
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def list_of_sizes(name: str, sizes: Sequence[int]) -> list[int]:
     """Return the sizes of the argument ``name`` as Python's integers.
 

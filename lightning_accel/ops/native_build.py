@@ -14,10 +14,12 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -47,6 +49,10 @@ load(**json.loads(sys.argv[1]))
 
 class BuildError(Exception):
     """Signal that a library could not be built; the text is the reason, in one line."""
+
+
+class _StoppedError(BuildError):
+    """Signal that a build ended because the process is to end, which says nothing of the sources."""
 
 
 def cpu_target() -> str:
@@ -83,13 +89,15 @@ def library_path(name: str, folder: Path, target: str, timeout: float) -> Path:
     asked = time.time()
     cache = _writable_cache()
     library, failure = cache / file, cache / f"{file}.failed"
-    with _lock(cache / f"{file}.lock", timeout):
+    with _ending_on_sigterm(), _lock(cache / f"{file}.lock", timeout):
         if library.exists() and not _untrusted_reason(library):
             return library
         if failure.exists() and failure.stat().st_mtime >= asked:
             raise BuildError(failure.read_text())
         try:
             _build(name, folder, target, library, timeout)
+        except _StoppedError:  # others try on
+            raise
         except BuildError as error:
             failure.write_text(str(error))
             raise
@@ -175,6 +183,25 @@ def _writable_cache() -> Path:
             _LOG.warning("native ops are not kept in %s: %s", cache, reason)
         reasons.append(reason)
     raise BuildError(f"no folder to build in ({'; '.join(reasons)}); set LIGHTNING_ACCEL_CACHE to one")
+
+
+@contextmanager
+def _ending_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the build after its handler, such as Lightning's, which takes note of it until the next step."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):  # which ends the process
+        yield
+        return
+
+    def handle_and_stop(number: int, frame: FrameType | None) -> None:
+        handler(number, frame)
+        raise _StoppedError("SIGTERM arrived during the build")
+
+    signal.signal(signal.SIGTERM, handle_and_stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_accel._private.lightning import call_step_hooks
 from lightning_accel._private.torch import cpu_capabilities, found_inf_by_device, scale_of, unscale_gradients_
+from lightning_accel.ops.names import list_some
 
 MixedDtype: TypeAlias = Literal["auto", "bf16", "fp16"]
 MixedPrecisionName: TypeAlias = Literal["bf16-mixed", "16-mixed", "32-true"]
@@ -338,8 +339,8 @@ def _describe_non_finite(module: nn.Module, loss: Tensor | None, across_ranks: b
         found = [([], None)] * dist.get_world_size()
         dist.all_gather_object(found, (own, value))
     names = list(dict.fromkeys(name for part, _ in found for name in part))
-    shown = ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")
-    return f"Not finite are the gradients of {shown or 'no named parameter'}. {_describe_loss([v for _, v in found])}"
+    shown = list_some(names, _MAX_NAMES) or "no named parameter"
+    return f"Not finite are the gradients of {shown}. {_describe_loss([v for _, v in found])}"
 
 
 def _describe_loss(values: list[float | None]) -> str:

@@ -15,7 +15,7 @@ from lightning_accel.tuning.choices import GOALS, Goal
 from lightning_accel.tuning.identity import files_in, identity_of
 from lightning_accel.tuning.learning import require_known
 from lightning_accel.tuning.outcome import Outcome
-from lightning_accel.tuning.project import Project, project_of
+from lightning_accel.tuning.project import Project, project_of, require_run
 from lightning_accel.tuning.search import Search
 from lightning_accel.tuning.variant import IN_TRIAL
 from lightning_accel.tuning.writing import claim, overlay, why_nothing, write_outcome
@@ -83,7 +83,8 @@ def tune(
             on from what it has measured.
         RuntimeError: if it is called by the file of the run, when a trial imports that.
         TrialError: if the run does not work as it is, or has no data for its goal.
-        TypeError: if ``config`` is none of these, as where the function was called.
+        TypeError: if ``config`` is none of these, as where the function was called, or if the function does not return
+            a run or pass options on.
         ValueError: if the function cannot be imported by another process, the budget is not a time, a name in ``allow``
             is unknown, or the folder holds measurements of another run, or of this one before it was changed.
     """
@@ -103,6 +104,7 @@ def tune(
     if callable(config):
         project, files = project_of(config), [Path(project_of(config).arguments["make"].rpartition(":")[0])]
         command = f"tune({config.__name__}) of {files[0].name}"
+        require_run(config)
     else:
         arguments = ["--config", str(config)] if isinstance(config, str | Path) else _arguments(config)
         project = Project("lightning_accel.cli.tune:fit_config", {"arguments": arguments})

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -141,6 +142,28 @@ def project_of(make: Callable[..., Any]) -> Project:
             f"{make.__name__}(**options), and pass them on, Trainer(**options)"
         )
     return Project("lightning_accel.tuning.project:fit_made", {"make": f"{Path(file).resolve()}:{make.__qualname__}"})
+
+
+def require_run(make: Callable[..., Any]) -> None:
+    """Call a function once as trials do, with an option of the Trainer, before time is spent on it.
+
+    Raises:
+        TypeError: if it does not return a run, or does not pass the option on.
+    """
+    option = {"precision": "32-true"}
+    call = f"{make.__name__}(precision='32-true')"
+    mend = f"trials change the run by options, as {call}; let these come last, Trainer(**{{'max_epochs': 1}} | options)"
+    try:
+        trainer, _, _ = make_run(make, option)
+    except TypeError as error:
+        if re.search("keyword argument '?precision", str(error)):
+            raise TypeError(f"{error}: {mend}") from error
+        raise
+    except Exception:
+        make_run(make, {})  # what it raises itself; a plug-in of its own may exclude the option alone
+        return
+    if trainer.precision != option["precision"]:
+        raise TypeError(f"the Trainer of {make.__qualname__} has the precision {trainer.precision}: {mend}")
 
 
 def fit_made(

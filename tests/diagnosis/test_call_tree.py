@@ -1,5 +1,7 @@
 """Loops, modules and places in the tree of a profiled step."""
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -128,3 +130,17 @@ def test_what_the_profiler_adds_is_taken_off(tree):
     assert nodes > 0
     assert Tracing(100.0, 50.0).ms(Span(3_000_000, 10_000), Span(2_000_000, 20_000)) == pytest.approx(2.0 + 1.0)
     assert Tracing(100.0, 50.0).ms(Span(1000, 10_000)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("file", "short"),
+    [
+        ("/usr/lib/python3/dist-packages/PIL/Image.py", "PIL/Image.py"),
+        ("/env/lib/python3.12/site-packages/PIL/Image.py", "PIL/Image.py"),
+        (os.path.realpath(json.decoder.__file__), os.path.realpath(json.decoder.__file__)),
+    ],
+)
+def test_files_of_packages_and_of_python_are_not_the_users(file, short):
+    assert not call_tree.is_users_file(file)
+    assert call_tree.short_path(file) == short
+    assert call_tree.is_users_file("/home/me/run/train.py")

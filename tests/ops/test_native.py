@@ -249,6 +249,25 @@ def test_compilers_end_with_the_process_that_waits_for_them(cache, tmp_path, com
     wait_until(lambda: not running.exists() or b"sleep" not in running.read_bytes())
 
 
+def test_sigterm_ends_a_build_after_its_handler(cache, tmp_path, monkeypatch):
+    folder = sources(tmp_path / "src", "native_stopped")
+    waiting = "import time; print('begins', flush=True); time.sleep(60)"
+    monkeypatch.setattr(native_build, "_BUILD", f"import os, signal; os.kill({os.getpid()}, signal.SIGTERM); {waiting}")
+    monkeypatch.setenv("CXX", sys.executable)
+    received, ended = [], []
+    terminate = native_build._terminate
+    monkeypatch.setattr(native_build, "_terminate", lambda process: ended.append(terminate(process)))
+    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    try:
+        assert "SIGTERM arrived during the build" in reason_of(NativeLibrary("native_stopped", folder))
+        os.kill(os.getpid(), signal.SIGTERM)  # the handler is back
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert received == [signal.SIGTERM] * 2
+    assert len(ended) == 1
+    assert [path.suffix for path in cache.iterdir()] == [".lock"]  # neither a part of a library nor a failure
+
+
 def test_a_cache_that_cannot_be_written_is_left_for_the_temporary_folder(cache, tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTNING_ACCEL_CACHE", "/proc/lightning_accel")  # read-only for root, too
     assert native_build._writable_cache() == tmp_path / f"lightning_accel-{os.getuid()}"

@@ -4,7 +4,9 @@ import os
 import subprocess
 import sys
 
+import lightning as L
 import pytest
+from torch import nn
 
 from lightning_accel.cli.errors import UsageError
 from lightning_accel.cli.tune import fit_config
@@ -128,4 +130,36 @@ def test_what_is_no_run_is_named_before_anything_is_measured(run_folder):
         tune((1, 2, 3))
     with pytest.raises(ValueError, match=r"takes no further options.*define it as without_options\(\*\*options\)"):
         tune(without_options)
+    assert not list(run_folder.iterdir())
+
+
+def given_twice(**options):
+    return L.Trainer(precision="64-true", **options), nn.Linear(2, 2), None
+
+
+def not_passed_on(**options):
+    return L.Trainer(precision="64-true", logger=False), nn.Linear(2, 2), None
+
+
+def without_data(**options):
+    return L.Trainer(logger=False, **options), nn.Linear(2, 2)
+
+
+def broken(**options):
+    raise OSError("no such table")
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (given_twice, TypeError, r"multiple values for keyword argument 'precision': .* let these come last"),
+        (not_passed_on, TypeError, r"has the precision 64-true: trials change the run by options"),
+        (without_data, TypeError, r"must return \(trainer, module, data\), in this order; got \(Trainer, Linear\)"),
+        (broken, OSError, "no such table"),
+    ],
+)
+def test_a_function_that_makes_no_run_is_told_before_kernels_are_built(make, kind, message, run_folder, monkeypatch):
+    monkeypatch.setattr("lightning_accel.tuning.program.KERNELS.build_ahead", lambda: pytest.fail("builds"))
+    with pytest.raises(kind, match=message):
+        tune(make)
     assert not list(run_folder.iterdir())

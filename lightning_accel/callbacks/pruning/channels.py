@@ -2,13 +2,14 @@
 
 import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, cast
 
 import lightning as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -22,7 +23,7 @@ from lightning_accel.compress.channels.groups import ChannelGroups, find_channel
 from lightning_accel.compress.channels.plan import CHANNEL_PLAN, ChannelPlan, apply_plan_
 from lightning_accel.compress.pruning.masks import Criterion
 from lightning_accel.compress.uncompiled import uncompiled
-from lightning_accel.ops.names import Exclusion, find_excluded
+from lightning_accel.ops.names import Exclusion, find_excluded, list_some
 from lightning_accel.strategies.data_parallel import DataParallelStrategy
 
 
@@ -109,6 +110,11 @@ class ChannelStructure:
                 f"{', '.join(map(str, self._multiples.values()))}. Lower round_to, or raise the target; where it "
                 "is 1, fused experts need the multiples"
             )
+        self._warn_of_few_left(gone, " on average" if self.scope == "global" else "")
+
+    def _warn_of_few_left(self, gone: Mapping[str, Sequence[int]], how: str = "") -> None:
+        counts = {name: (size - len(gone[name]), size) for name, size in self._sizes.items()}
+        warn_of_few_left(counts, f"{self.target:g} leaves{how}")
 
     def prune_to(self, trainer: L.Trainer, pl_module: L.LightningModule, sparsity: float) -> None:
         if self.groups is None:
@@ -132,6 +138,8 @@ class ChannelStructure:
     def remove_channels(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.groups is None:
             return
+        if self.scope == "global":
+            self._warn_of_few_left(self.removed)
         plan = self.groups.plan(pl_module, {name: gone for name, gone in self.removed.items() if gone})
         apply_plan_(pl_module, plan, trainer.optimizers)
         for averaged in averaged_modules(trainer):
@@ -254,6 +262,27 @@ def require_strategy(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         raise TypeError(
             "channels cannot be removed in processes that are spawned or forked: the module of this one would not "
             "fit their weights in the end. Use strategy='ddp' or 'accel_ddp', started as a script"
+        )
+
+
+def warn_of_few_left(counts: Mapping[str, tuple[int, int]], leaves: str, what: str = "channels") -> None:
+    """Warn of layers that keep one or two, or less than 5 %, of at least eight times as many.
+
+    Args:
+        counts: how many each layer keeps, and how many it has, by name.
+        leaves: the share to remove and a verb, such as "0.9 leaves".
+        what: is removed.
+    """
+    few = [
+        f"{left} of {size} {what} of {name}"
+        for name, (left, size) in counts.items()
+        if left <= max(2, size // 20) and 8 * left <= size
+    ]
+    if few:
+        hint = " (half of the channels of all layers are three quarters of the weights)" * (what == "channels")
+        rank_zero_warn(
+            f"a sparsity of {leaves} {list_some(few)}, which may be too few to learn anything: lower "
+            f"sparsity{hint}, or name in exclude what is to stay whole"
         )
 
 

@@ -26,12 +26,13 @@ from lightning_accel.compress.pruning.masks import (
     Scope,
     choose_groups,
     choose_weights,
+    counts_of_layers,
     parse_structure,
     score,
 )
 from lightning_accel.compress.pruning.prunable import find_prunable, is_stacked
 from lightning_accel.compress.pruning.selection import Part, choose_lowest
-from lightning_accel.ops.names import Exclusion, clean_name
+from lightning_accel.ops.names import Exclusion, clean_name, list_some
 
 _MAX_SCORE = 1e38  # its double is still finite
 _MIN_COVERAGE = 0.75  # share of the values in matrices; below it, the target would mislead users
@@ -75,6 +76,7 @@ class MaskStructure:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.left_out.items())
             raise ValueError(f"{type(pl_module).__name__} has no weight to prune: {reasons}")
         self._warn_of_low_coverage(pl_module)
+        self._warn_of_few_left()
         self.pruned = {part.name: torch.zeros_like(part.value, dtype=torch.bool) for part in self._local_parts()}
         for name, mask in before.items():
             if name in self.pruned and self.pruned[name].shape == mask.shape:
@@ -123,6 +125,26 @@ class MaskStructure:
                 f"{len(missed)} parameters, the largest of them {described}. Name what is to stay dense in exclude"
             )
 
+    def _warn_of_few_left(self) -> None:
+        """Warn of layers that keep fewer weights than outputs; N:M keeps N for each output or more."""
+        if self.pattern is not None or self.scope == "global":  # which shows as weights are pruned
+            return
+        shapes = {part.name: part.shape for part in self.parts}
+        counts = counts_of_layers(shapes, self.target, self.scope, self._stacked())
+        few = []
+        for part, gone in zip(self.parts, counts, strict=True):
+            num_outputs = part.shape[1 if part.input_dim == 0 else 0]
+            if gone and part.numel - gone < num_outputs:
+                few.append(f"{part.numel - gone} of {part.numel} weights of {part.name}, for {num_outputs} outputs")
+        if few:
+            rank_zero_warn(
+                f"a sparsity of {self.target:g} leaves {list_some(few)}: outputs without a weight are constant. Lower "
+                "sparsity, or name these layers in exclude"
+            )
+
+    def _stacked(self) -> list[str]:
+        return [part.name for part in self.parts if is_stacked(part.module, part.weight)]
+
     def _unsupported_reason(self, part: WeightPart) -> str | None:
         if self.pattern is not None:
             length, size = part.shape[part.input_dim], self.pattern[1]
@@ -145,8 +167,7 @@ class MaskStructure:
             chosen = choose_groups(scores, dims, self.pattern, share, self._reduce(), self._device)
         else:
             shapes = {part.name: part.shape for part in self.parts}
-            stacked = [part.name for part in self.parts if is_stacked(part.module, part.weight)]
-            chosen = choose_weights(scores, shapes, sparsity, self.scope, self._reduce(), self._device, stacked)
+            chosen = choose_weights(scores, shapes, sparsity, self.scope, self._reduce(), self._device, self._stacked())
         for part in self._local_parts():
             mask = chosen[part.name]
             assert mask is not None

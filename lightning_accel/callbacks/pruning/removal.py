@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_accel.callbacks.compression_phase import announce_removal
 from lightning_accel.callbacks.deployment.copies import WholeCopy, run_in_first_process
 from lightning_accel.callbacks.deployment.deployed import Deployed
-from lightning_accel.callbacks.pruning.channels import require_strategy, rewrap_ddp
+from lightning_accel.callbacks.pruning.channels import require_strategy, rewrap_ddp, warn_of_few_left
 from lightning_accel.callbacks.trainer_callbacks import averaged_modules
 from lightning_accel.compress.channels.blocks import plan_without_blocks
 from lightning_accel.compress.channels.choice import choose_channels, score_channels_on_data
@@ -121,6 +121,8 @@ def _plan_channels(found: Deployed, sparsity: float, exclude: Sequence[str], exa
     if not any(removed.values()):
         reasons = "; ".join(f"{name}: {reason}" for name, reason in groups.left_out.items())
         raise ValueError(f"{type(module).__name__} has no channels that can be removed: {reasons or 'too few of them'}")
+    counts = {layer.name: (len(layer) - len(removed[layer.name]), len(layer)) for layer in groups.layers}
+    _warn_of_few_left(found, counts, sparsity, "channels")
     rows = []
     for layer in groups.layers:
         gone, size = len(removed[layer.name]), len(layer)
@@ -131,6 +133,8 @@ def _plan_channels(found: Deployed, sparsity: float, exclude: Sequence[str], exa
 
 def _plan_blocks(found: Deployed, sparsity: float, exclude: Sequence[str]) -> Planned:
     plan, blocks = plan_without_blocks(found.module, found.inputs, sparsity, exclude)
+    counts = {name: (len(kept), plan.lengths[name]) for name, kept in plan.blocks.items()}
+    _warn_of_few_left(found, counts, sparsity, "blocks")
     rows = []
     for name, influence in blocks.influence.items():
         owner, _, key = name.rpartition(".")
@@ -143,13 +147,20 @@ def _plan_blocks(found: Deployed, sparsity: float, exclude: Sequence[str]) -> Pl
 
 def _plan_experts(found: Deployed, sparsity: float, exclude: Sequence[str]) -> Planned:
     plan, load = plan_without_experts(found.module, found.inputs, sparsity, exclude)
-    rows = []
-    for name, counts in load.items():
+    rows, counts = [], {}
+    for name, scores in load.items():
         own = dict(found.module.get_submodule(name).named_parameters())
         left = next(len(plan.kept[f"{name}.{key}"][0]) for key in own if f"{name}.{key}" in plan.kept)
-        parameters, share = sum(one.numel() for one in own.values()), 1 - left / len(counts)
-        rows.append(_row(name, parameters, share, f"{left} of {len(counts)} experts left"))
+        parameters, share = sum(one.numel() for one in own.values()), 1 - left / len(scores)
+        rows.append(_row(name, parameters, share, f"{left} of {len(scores)} experts left"))
+        counts[name] = left, len(scores)
+    _warn_of_few_left(found, counts, sparsity, "experts")
     return plan, rows, {}
+
+
+def _warn_of_few_left(found: Deployed, counts: dict[str, tuple[int, int]], sparsity: float, what: str) -> None:
+    prefix = f"{found.name}." if found.name else ""
+    warn_of_few_left({prefix + name: count for name, count in counts.items()}, f"{sparsity:g} leaves", what)
 
 
 def _row(name: str, parameters: int, sparsity: float, note: str) -> dict[str, Any]:

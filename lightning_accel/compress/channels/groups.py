@@ -16,6 +16,7 @@ from lightning_accel.compress.channels.plan import ChannelPlan, apply_plan_, mak
 from lightning_accel.compress.channels.rules import find_rule
 from lightning_accel.compress.channels.trace import KERNEL, MULTIPLE, ChannelTrace, Labels
 from lightning_accel.compress.uncompiled import uncompile_, uncompiled
+from lightning_accel.nn import RBM
 from lightning_accel.ops.names import find_excluded
 
 _STATES = ("state", "states")
@@ -142,8 +143,25 @@ def find_channel_groups(
                 "let forward return a tensor, or a tuple, list or dict of tensors"
             )
         trace.pin(_without_states(output), "the module's output")
+        _pin_visible_units(trace, small)
         found = _collect(trace, small, exclude)
         return _drop_failures(small, found, args, kwargs) if found.layers else found
+
+
+def _pin_visible_units(trace: ChannelTrace, module: nn.Module) -> None:
+    """Exclude visible units of machines from removal, where the call does not show that their biases belong to them."""
+    nodes = trace.nodes
+    for name, rbm in module.named_modules():
+        if isinstance(rbm, RBM):
+            prefix = f"{name}." if name else ""
+            units, biases = trace.own[f"{prefix}weight", 1], trace.own[f"{prefix}visible_bias", 0]
+            if (nodes.roots(units) != nodes.roots(biases)).any():
+                nodes.pin(
+                    units,
+                    f"its units are the visible units of {name or 'the RBM'}, whose size is fixed: hidden units of the "
+                    "top RBM alone can be removed; make the lower ones narrower by hidden_dims, or take "
+                    "structure='unstructured'",
+                )
 
 
 def _without_states(output: Any) -> Any:

@@ -3,6 +3,7 @@
 Shapes of the operators: S steps, B sequences, I inputs, H hidden, G gates.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -21,7 +22,8 @@ from lightning_accel.compress.export.structure import named_tensors, restore, te
 # The indices in torch of the gates in the order of ONNX: input, output, forget, cell; update, reset, hidden.
 _GATES = {"rnn": (0,), "gru": (1, 0, 2), "lstm": (0, 3, 1, 2)}
 
-
+# usual names of dynamic sizes by the number of dimensions; channels and features are static
+_SIZES = {1: ("batch",), 2: ("batch", "length"), 3: ("batch", "length", "length"), 4: ("batch", "", "height", "width")}
 ONE_FILE = 2**31 - 2**25  # bytes of weights that a file holds beside its graph: a protobuf has less than 2 GB
 
 
@@ -43,17 +45,45 @@ def to_onnx(program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[s
     try:
         made = write(optimize=not is_large)
     except PassError:  # onnxscript cannot fold a split into parts of computed sizes; runtimes optimize themselves
-        return write(optimize=False)
+        made, is_large = write(optimize=False), False
     assert made is not None
     if is_large:
         with suppress(PassError):
             optimize_ir(made.model, should_fold=_leave_transposes)
+    name_sizes_(made.model)
     return made
 
 
 def _leave_transposes(node: Any) -> bool | None:
     """Return whether the optimizer has to keep a node: weights that it transposes need memory a second time."""
     return False if node.op_type == "Transpose" else None
+
+
+def name_sizes_(model: Any) -> None:
+    """Name the dynamic sizes of an ``onnx_ir.Model``, which are those of torch's symbolic shapes, such as ``s95``.
+
+    Sizes of inputs are ``batch`` and, by the number of dimensions, ``length`` or ``height`` and ``width``; sizes that
+    these names do not fit are called by the input and the dimension. Outputs have the sizes of the inputs they follow.
+    """
+    import onnx_ir
+
+    names: dict[str, str] = {}
+
+    def name_of(value: Any, dim: int) -> str:
+        usual = _SIZES.get(len(value.shape), ())
+        own = f"{value.name}_{dim}"
+        name = usual[dim] if dim < len(usual) else ""
+        return own if not name or name in names.values() else name  # equal names stand for equal sizes
+
+    for value in model.graph.inputs:
+        for dim, size in enumerate(value.shape or ()):
+            if isinstance(size, onnx_ir.SymbolicDim) and size.value and size.value not in names:
+                names[size.value] = name_of(value, dim)
+    inner = (value for node in model.graph.all_nodes() for value in node.outputs)
+    for value in {*model.graph.inputs, *model.graph.outputs, *inner}:
+        for dim, size in enumerate(value.shape or ()):
+            if isinstance(size, onnx_ir.SymbolicDim) and size.value:  # also terms, such as s95*s27
+                value.shape[dim] = re.sub(r"\w+", lambda found: names.get(found[0], found[0]), size.value)
 
 
 def weight_bytes(made: Any) -> int:
@@ -123,7 +153,7 @@ def _rename(model: Any, inputs: Sequence[str], outputs: Mapping[str, int]) -> An
     model = add_prefix(model, "model/")
     graph = model.graph
     inner_inputs, inner_outputs = list(graph.input), list(graph.output)
-    del graph.input[:], graph.output[:]
+    del graph.input[:], graph.output[:], graph.value_info[:]  # parts may call sizes alike that differ
     for place, (name, inner) in enumerate(zip(inputs, inner_inputs, strict=True)):
         graph.node.insert(place, onnx.helper.make_node("Identity", [name], [inner.name]))
         graph.input.add(name=name, type=inner.type)
@@ -178,6 +208,7 @@ def _export_onnx(module: nn.Module, calls: Sequence[Sequence[Tensor]], name: str
         verbose=False,
     )
     assert program is not None
+    name_sizes_(program.model)
     return program.model_proto
 
 

@@ -162,6 +162,18 @@ def counts_by_erk(shapes: Mapping[str, Sequence[int]], sparsity: float, is_stack
     return [0 if number in dense else round(size * (1 - level * raw[number])) for number, size in enumerate(sizes)]
 
 
+def counts_of_layers(
+    shapes: Mapping[str, Sequence[int]], sparsity: float, scope: Scope, is_stacked: Sequence[str] = ()
+) -> list[int]:
+    """Return how many weights of each layer to prune, by ``erk`` or equal shares; at least one is kept."""
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    if scope == "erk":
+        counts = counts_by_erk(shapes, sparsity, is_stacked)
+    else:
+        counts = [round(sparsity * size) for size in sizes]
+    return [min(count, size - 1) for count, size in zip(counts, sizes, strict=True)]
+
+
 def choose_weights(
     parts: Mapping[str, Part],
     shapes: Mapping[str, Sequence[int]],
@@ -176,11 +188,7 @@ def choose_weights(
         total = sum(part.numel for part in parts.values())
         chosen = choose_lowest([[*parts.values()]], [min(round(sparsity * total), total - 1)], reduce, device)[0]
         return dict(zip(parts, chosen, strict=True))
-    if scope == "erk":
-        counts = counts_by_erk({name: shapes[name] for name in parts}, sparsity, is_stacked)
-    else:
-        counts = [round(sparsity * part.numel) for part in parts.values()]
-    counts = [min(count, part.numel - 1) for count, part in zip(counts, parts.values(), strict=True)]
+    counts = counts_of_layers({name: shapes[name] for name in parts}, sparsity, scope, is_stacked)
     lists = choose_lowest([[part] for part in parts.values()], counts, reduce, device)
     return {name: one[0] for name, one in zip(parts, lists, strict=True)}
 

@@ -499,6 +499,13 @@ def test_a_layer_without_weights_is_told():
         fit(module, Pruning(0.9, scope="global", schedule="one_shot", begin=0))
 
 
+def test_fewer_weights_than_outputs_are_told_before_training():
+    module = Net()
+    module.on_train_start = lambda: pytest.fail("it trains")
+    with pytest.raises(UserWarning, match=r"leaves 6 of 192 weights of net\.3\.weight, for 12 outputs: outputs"):
+        fit(module, Pruning(0.97, scope="layer", exclude=["net.0", "net.5"]))
+
+
 def test_mixture_and_plain_module_with_blocks():
     for module, data in ((Plain(), make("plain", num_rows=16)[1]), (MoEClassifier(8, 3), rows(16))):
         pruning = Pruning(0.6, end=2, every_n_steps=1)

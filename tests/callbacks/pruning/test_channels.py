@@ -55,7 +55,8 @@ class Own(L.LightningModule):
 
 
 def pruning(**options):
-    return Pruning(0.5, **{"structure": "channel", "scope": "layer", "end": 6, "every_n_steps": 2} | options)
+    usual = {"sparsity": 0.5, "structure": "channel", "scope": "layer", "end": 6, "every_n_steps": 2}
+    return Pruning(**usual | options)
 
 
 def fit(module, folder=None, callbacks=(), rows=IMAGES, resume=None, max_steps=10, prune=None, **options):
@@ -351,6 +352,16 @@ def test_what_cannot_work_is_refused():
 
     with pytest.raises(TypeError, match="needs a validation_step"):
         fit(Silent())
+
+
+@pytest.mark.parametrize(("scope", "how"), [("layer", ""), ("global", " on average")])
+def test_layers_that_keep_almost_nothing_are_named_before_training(scope, how):
+    module = Own()
+    module.net[0], module.net[1], module.net[3] = nn.Conv2d(2, 32, 3), nn.BatchNorm2d(32), nn.Conv2d(32, 12, 3)
+    module.on_train_start = lambda: pytest.fail("it trains")
+    named = rf"leaves{how} 1 of 32 channels of net\.0, 1 of 12 channels of net\.3, 1 of 10 channels of net\.8, which"
+    with pytest.raises(UserWarning, match=named):  # warnings are errors
+        fit(module, prune=pruning(sparsity=0.99, scope=scope))
 
 
 def test_chains_of_a_belief_network_start_anew_where_its_units_are_removed():

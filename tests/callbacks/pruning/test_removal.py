@@ -202,3 +202,11 @@ def test_refusals():
         fit([*remove("block"), Pruning(0.5)])
     with pytest.raises(ValueError, match=r"a share of 0.9 of the 4 blocks"):  # before the first step
         fit([OneShotPruning(0.9, structure="block", begin=3)])
+
+
+def test_lists_that_keep_almost_no_block_are_named_before_training():
+    module = Tokens()
+    module.layers = nn.ModuleList(Layer() for _ in range(16))
+    with pytest.raises(UserWarning, match=r"a sparsity of 0\.9 leaves 2 of 16 blocks of layers, which may be too few"):
+        fit([OneShotPruning(0.9, structure="block", begin=3)], module=module)
+    assert not module.losses

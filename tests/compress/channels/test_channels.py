@@ -18,7 +18,7 @@ from lightning_accel.compress import (
 from lightning_accel.compress.channels import rules as channel_rules
 from lightning_accel.compress.channels.groups import zero_channels_
 from lightning_accel.models import Classifier
-from lightning_accel.nn import DynamicRNN, FeedForward, MixtureOfExperts
+from lightning_accel.nn import RBM, DynamicRNN, FeedForward, MixtureOfExperts, RBMStack
 from lightning_accel.nn.transformer import TransformerBlock
 from tests.compress.networks import Attention, Dense, Pools, Reads, ResNet18, Squeeze, mobile
 
@@ -541,3 +541,11 @@ def test_all_channels_of_a_layer_cannot_go():
         groups.plan(module, {"network.0": range(8)})
     with pytest.raises(KeyError, match=r"no layer 'network.99'"):
         groups.plan(module, {"network.99": [0]})
+
+
+def test_lower_machines_of_a_belief_network_are_left_out_in_the_words_of_the_field():
+    stack = RBMStack([RBM(7, 6), RBM(6, 5), RBM(5, 4)])
+    groups = find_channel_groups(nn.Sequential(stack, nn.Linear(4, 3)), [torch.rand(2, 7)])
+    assert [layer.name for layer in groups.layers] == ["0.rbms.2"]
+    assert groups.left_out["0.rbms.0.weight"].startswith("its units are the visible units of 0.rbms.1, whose size is")
+    assert groups.left_out["0.rbms.1.weight"].startswith("its units are the visible units of 0.rbms.2, whose size is")

@@ -132,6 +132,8 @@ def test_what_comes_before_and_after_is_in_a_quantized_onnx_file(before, after, 
     sessions = [compressed.onnx_session(tmp_path / name, ["CPUExecutionProvider"]) for name in ("m.onnx", "float.onnx")]
     ends = [[one.name for one in [*each.get_inputs(), *each.get_outputs()]] for each in sessions]
     assert ends[0] == ends[1]
+    assert {each.get_inputs()[0].shape[0] for each in sessions} == {"batch"}
+    assert {each.get_outputs()[0].shape[0] for each in sessions} == {"batch"}
     loaded = load_compressed(tmp_path / "m.onnx")
     (batch, *args), kwargs = structured_call(3, 6)
     expected = form.run(before(batch) if before else batch, *args, **kwargs)
@@ -297,6 +299,18 @@ def test_a_number_of_rows_that_a_call_makes_plain_stays_free(format, name, tmp_p
     written = export(Ranks().eval(), [((torch.randn(4, 5),), {})], tmp_path / name, format)
     x = torch.randn(7, 5)
     torch.testing.assert_close(load_compressed(written.path)(x), Ranks()(x))
+
+
+def test_dynamic_sizes_have_names(tmp_path):
+    class Twice(nn.Module):
+        def forward(self, x, other):
+            return torch.cat([x, x], 1), x.sum(1), other + 1
+
+    calls = [((torch.randn(4, length), torch.randn(4, 3, 2 * length)), {}) for length in (6, 8)]
+    export(Twice().eval(), calls, tmp_path / "m.onnx", "onnx")
+    session = compressed.onnx_session(tmp_path / "m.onnx", ["CPUExecutionProvider"])
+    assert [one.shape for one in session.get_inputs()] == [["batch", "length"], ["batch", 3, "other_2"]]
+    assert [one.shape for one in session.get_outputs()] == [["batch", "2*length"], ["batch"], ["batch", 3, "other_2"]]
 
 
 @pytest.mark.slow
