@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -13,9 +13,14 @@ from torch import Tensor
 from lightning_accel.data.digest import digest_of
 from lightning_accel.data.sequences.dataset import SequenceDataset
 from lightning_accel.data.sequences.files import FileSequences, SequenceLayout, TargetKind, read_sequences
+from lightning_accel.data.tables.column_checks import warn_of_code, warn_of_new_range
 from lightning_accel.data.tables.files import SET_REGRESSION, read_classes, read_known_classes, split_in_three
 from lightning_accel.ops.extras import import_on_use
 
+if TYPE_CHECKING:
+    import pandas as pd
+else:
+    pd = import_on_use("pandas")
 datasets = import_on_use("sklearn.datasets")
 
 TaskName = Literal["digits_rows", "digits_pixels", "digits_permuted", "adding"]
@@ -57,6 +62,8 @@ class SequenceSplits:
     test_ids: list[str] = field(default_factory=list)
     mean: np.ndarray | None = None  # (F,) over the training steps; None if values are not standardized
     std: np.ndarray | None = None
+    lowest: np.ndarray | None = None  # (F,), as those
+    highest: np.ndarray | None = None
     digest: str | None = None  # digest of the training and validation sequences of a file
 
 
@@ -147,15 +154,19 @@ def file_splits(path: Path, layout: SequenceLayout, shares: tuple[float, float],
     stratify = target.numpy() if layout.target_kind == "classification" and target is not None else None
     train, val, test = split_in_three(stratify, len(read.lengths), shares, seed, path)
     val, test = (part[np.argsort(read.lengths[part], kind="stable")] for part in (val, test))
-    mean, std = _fit_scale(read, train, path)
+    fitted = _values_that_train(read, train, path)
     digest = _digest(read, np.concatenate([train, val]), target, labels)
+    mean, std = (None, None) if fitted is None else _scale_of(fitted)
     rows = SequenceDataset(_to_steps(read, mean, std), torch.from_numpy(read.lengths), target, labels)
     splits = SequenceSplits(rows.select(train), rows.select(val), rows.select(test), layout.target_kind, classes)
     splits.test_ids, splits.digest = [read.ids[row] for row in test], digest
-    if mean is None:
+    if fitted is None:
         splits.vocab_size = _BYTES if read.steps.dtype == np.uint8 else int(read.steps.max()) + 1
     else:
         splits.feature_names, splits.mean, splits.std = read.names, mean, std
+        splits.lowest, splits.highest = fitted.min(axis=0), fitted.max(axis=0)
+        for name, values in zip(read.names, fitted.T, strict=True):
+            warn_of_code(pd.Series(values, name=name), path, "fill it, or leave those steps out")
     return splits
 
 
@@ -173,13 +184,17 @@ def _steps_of(read: FileSequences, rows: np.ndarray) -> np.ndarray:
     return np.repeat(np.isin(np.arange(len(read.lengths)), rows), read.lengths)
 
 
-def _fit_scale(read: FileSequences, train: np.ndarray, path: Path) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Return means and standard deviations, (F,), over the steps of the sequences ``train``; None for tokens."""
+def _values_that_train(read: FileSequences, train: np.ndarray, path: Path) -> np.ndarray | None:
+    """Return all steps of the sequences ``train``, (N, F); None for tokens."""
     if read.steps.ndim == 1:
-        return None, None
+        return None
     fitted = read.steps[_steps_of(read, train)]
     if not len(fitted):
         raise ValueError(f"all sequences of {path} that train are empty; others are needed")
+    return fitted
+
+
+def _scale_of(fitted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     std = fitted.std(axis=0)
     return fitted.mean(axis=0), np.where(std > 0, std, 1)  # 1 for a constant column
 
@@ -201,6 +216,10 @@ def file_to_predict(path: Path, layout: SequenceLayout, splits: SequenceSplits) 
     elif splits.feature_names is None or len(read.names) != len(splits.feature_names):
         needed = "tokens or text" if splits.feature_names is None else f"{len(splits.feature_names)} values a step"
         raise ValueError(f"{path} has {len(read.names)} values a step; the training sequences have {needed}")
+    elif splits.lowest is not None and splits.highest is not None and len(read.steps):
+        ranges = zip(splits.lowest, splits.highest, strict=True)
+        for name, values, (low, high) in zip(splits.feature_names, read.steps.T, ranges, strict=True):
+            warn_of_new_range(pd.Series(values, name=name), low, high, path)
     return SequenceDataset(_to_steps(read, splits.mean, splits.std), torch.from_numpy(read.lengths)), read.ids
 
 

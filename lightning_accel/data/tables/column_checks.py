@@ -30,7 +30,7 @@ def warn_of_columns(features: pd.DataFrame, train: np.ndarray, path: Path, quant
         quantity: the target, if it is a quantity.
     """
     if quantity is not None:
-        _warn_of_code(quantity, path, "remove those rows, or predict them with predict_path")
+        warn_of_code(quantity, path, "remove those rows, or predict them with predict_path")
     trains = features.iloc[train]
     if constant := [name for name in features if trains[name].nunique(dropna=False) == 1]:
         rank_zero_warn(
@@ -47,7 +47,7 @@ def warn_of_columns(features: pd.DataFrame, train: np.ndarray, path: Path, quant
                 "row. If they number the rows, list the column under exclude: a model could only learn them by heart"
             )
         else:
-            _warn_of_code(features[name], path, "set csv.missing, as by --data.csv.missing={code:g}")
+            warn_of_code(features[name], path, "set csv.missing, as by --data.csv.missing={code:g}")
 
 
 def warn_of_thousands(numbers: pd.Series, texts: pd.Series, path: Path, decimal: str) -> None:
@@ -98,18 +98,21 @@ def warn_of_new_numbers(features: pd.DataFrame, train: pd.DataFrame, path: Path)
                 f"column {shown(name)} of {path} {lacking}, and {len(known)} of {len(train)} training rows have one: "
                 f"the median of the training rows, {known.median():g}, is put there"
             )
-        if new.empty:
-            continue
-        low, high = known.min(), known.max()
-        distance = max(new.min() - high, low - new.max())
-        if distance > 0 and (len(new) >= _FEWEST_OUTSIDE or distance > high - low):
-            rank_zero_warn(
-                f"column {shown(name)} of {path} holds numbers from {new.min():g} to {new.max():g}, all outside those "
-                f"of the training rows, {low:g} to {high:g}. Write them in the same unit, with the same decimal mark"
-            )
+        if not new.empty:
+            warn_of_new_range(new, known.min(), known.max(), path)
 
 
-def _warn_of_code(column: pd.Series, path: Path, remedy: str) -> None:
+def warn_of_new_range(new: pd.Series, low: float, high: float, path: Path) -> None:
+    """Warn of a column of numbers, none missing, that are all outside the range ``low`` to ``high`` of the training."""
+    distance = max(new.min() - high, low - new.max())
+    if distance > 0 and (len(new) >= _FEWEST_OUTSIDE or distance > high - low):
+        rank_zero_warn(
+            f"column {shown(new.name)} of {path} holds numbers from {new.min():g} to {new.max():g}, all outside those "
+            f"of the training rows, {low:g} to {high:g}. Write them in the same unit, with the same decimal mark"
+        )
+
+
+def warn_of_code(column: pd.Series, path: Path, remedy: str) -> None:
     """Warn of a number that may stand for missing values; ``remedy`` may have a field ``code``."""
     numbers = column.to_numpy()
     if len(numbers) > _FEWEST_ROWS and (code := _far_value(numbers[~np.isnan(numbers)])) is not None:

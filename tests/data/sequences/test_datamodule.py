@@ -130,6 +130,7 @@ def starts(rows):
     ]
 
 
+@pytest.mark.filterwarnings("ignore:column 'values_0' of .* holds 1e")
 def test_values_are_normalised_by_the_training_steps_alone(make):
     lines = lines_of_values()
     data = make(lines)
@@ -321,6 +322,20 @@ def test_tables_to_predict_may_hold_other_columns(make, tmp_path):
     assert data.predict_rows.steps.tolist() == [[pytest.approx((29.5 - data.feature_mean[0]) / data.feature_std[0])]]
     pd.DataFrame({"b": [9], "step": [0], "id": ["x"]}).to_csv(tmp_path / "new.csv")
     with pytest.raises(ValueError, match=r"new.csv has no column 'a'"):
+        make(table, "walks.csv", predict_path=tmp_path / "new.csv")
+
+
+def test_codes_for_missing_values_and_new_ranges_are_told(make, tmp_path):
+    values = np.random.default_rng(0).normal(size=60)
+    values[::7] = -999
+    table = pd.DataFrame(
+        {"id": np.arange(60) // 2, "step": [0, 1] * 30, "a": values, "b": [4, 5, 6] * 20, "target": np.arange(60) // 20}
+    )
+    pd.DataFrame({"a": [900.0] * 6, "b": [4] * 6, "id": range(6), "step": [0] * 6}).to_csv(tmp_path / "new.csv")
+    with (
+        pytest.warns(UserWarning, match="column 'a' of .* holds -999 in .*, fill it"),
+        pytest.warns(UserWarning, match="new.csv holds numbers from 900 to 900, all outside .* rows, -999 to"),
+    ):
         make(table, "walks.csv", predict_path=tmp_path / "new.csv")
 
 
