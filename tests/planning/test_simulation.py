@@ -1,9 +1,11 @@
 """A simulated step against the same step, trained for real, and seen by counters of the tests' own."""
 
+import multiprocessing as mp
 import os
 import random
 import sys
 import warnings
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -445,9 +447,7 @@ def test_what_the_host_holds_is_not_in_the_memory_of_a_gpu(tmp_path, device):
         assert found.memory["batch"] == 4 * (12 * 8 + 24 * 4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("machines", [1, 128])
-def test_a_model_of_four_billion_weights_on_a_thousand_processes(tmp_path, machines):
+def simulate_four_billion_weights(machines, folder):
     import resource
 
     def run(arguments, fit):
@@ -455,7 +455,16 @@ def test_a_model_of_four_billion_weights_on_a_thousand_processes(tmp_path, machi
         fit(trainer, module, loader)
 
     cluster = Cluster(DEVICES["H100-80GB"], 8, machines)
-    found = simulate_step(run, cluster, {"strategy": FullyShardedStrategy()}, tmp_path)
+    found = simulate_step(run, cluster, {"strategy": FullyShardedStrategy()}, folder)
+    return found, cluster.size, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machines", [1, 128])
+def test_a_model_of_four_billion_weights_on_a_thousand_processes(tmp_path, machines):
+    """In a process of its own: its untouched weights take address space, beside which this one may not fork."""
+    with ProcessPoolExecutor(1, mp.get_context("forkserver")) as pool:
+        found, size, most_kib = pool.submit(simulate_four_billion_weights, machines, tmp_path).result(timeout=600)
     assert found.num_parameters > 4e9
-    assert found.memory["parameters"] == pytest.approx(4 * found.num_parameters / cluster.size, rel=0.05)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 * 2**20
+    assert found.memory["parameters"] == pytest.approx(4 * found.num_parameters / size, rel=0.05)
+    assert most_kib < 4 * 2**20
