@@ -84,6 +84,7 @@ def test_files_continue_texts_as_whole_forward_passes_do(name, format, written):
         loaded.generate(prompts(), 2, temperature=-1)
 
 
+@pytest.mark.slow
 def test_texts_end_at_the_end_token(written, monkeypatch):
     loaded = load_compressed(written("ours", "pt2")[1])
     drawn = iter([[[1], [2]], [[9], [3]], [[4], [9]]])
