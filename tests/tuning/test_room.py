@@ -123,6 +123,7 @@ def soon():
     return time.monotonic() + 200
 
 
+@pytest.mark.slow
 def test_variants_that_do_not_fit_beside_each_other_take_turns_alone(tmp_path, server, monkeypatch):
     """Each starts again for its turn; where there is room, both stay."""
     if server is not None:
@@ -203,6 +204,7 @@ def test_a_planned_step_needs_as_much_as_one_that_trains(tmp_path, server):
     assert ranks > 2 * found[1]  # buckets of gradients
 
 
+@pytest.mark.slow
 def test_a_step_of_a_config_is_planned(tmp_path, server):
     arguments = ["--model=MoEClassifier", "--data=DigitsDataModule", "--trainer.accelerator=cpu"]
     config = Project("lightning_accel.cli.tune:fit_config", {"arguments": arguments})
