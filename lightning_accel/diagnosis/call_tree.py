@@ -24,8 +24,14 @@ _OBJECT = re.compile(r" of .*| at 0x.*|_\d+$")  # which of a kind is called
 _REPEATED = 8  # calls of one line from which it is a loop
 _MOST_ADDED_NS = 1000.0  # more for each event is not the profiler's, which takes 300 to 600
 _SMALL_NS = 10_000  # self time of an operation, below which dispatching it takes longer than its work
-_STDLIB = tuple(os.path.join(os.path.realpath(sysconfig.get_path(name)), "") for name in ("stdlib", "platstdlib"))
-_NOT_THE_USERS = ("<", *_STDLIB, str(Path(lightning_accel.__file__).resolve().parent))
+
+
+def _folders(*names: str) -> tuple[str, ...]:
+    return tuple(os.path.join(os.path.realpath(sysconfig.get_path(name)), "") for name in names)
+
+
+_STDLIB = _folders("stdlib", "platstdlib")
+_NOT_THE_USERS = ("<", *_STDLIB, *_folders("scripts"), str(Path(lightning_accel.__file__).resolve().parent))
 _PACKAGES = re.compile(r"[\\/](?:site|dist)-packages[\\/]")  # also of other environments on the path; dist is Debian's
 _TORCH = os.path.join(os.path.dirname(os.path.realpath(torch.__file__)), "")
 

@@ -210,6 +210,7 @@ def _lock(path: Path, timeout: float) -> Iterator[None]:
     import fcntl  # Windows has none
 
     deadline = time.monotonic() + timeout
+    is_told = False
     with open(path, "w") as file:
         while True:
             try:
@@ -218,6 +219,9 @@ def _lock(path: Path, timeout: float) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise BuildError(f"another process builds it for more than {timeout:g} s ({path})") from None
+                if not is_told:
+                    _LOG.warning("waiting for another process, which builds %s", path.with_suffix("").name)
+                    is_told = True
                 time.sleep(0.1)
             except OSError:  # a file system without locks: each process builds, and the last library is kept
                 break
@@ -228,7 +232,8 @@ def _build(name: str, folder: Path, target: str, library: Path, timeout: float) 
     compiler = _compiler()
     # a warning, since programs without a logging setup show only warnings, and this may take minutes
     _LOG.warning(
-        "%s is built for %s, once; %s on a quiet machine. LIGHTNING_ACCEL_NATIVE=0 goes without it",
+        "%s is built for %s, once; %s on a quiet machine. LIGHTNING_ACCEL_NATIVE=0 goes without it, and "
+        "lightning-accel build-ops builds ahead",
         name, target, "some minutes" if _is_cuda(target) else "half a minute",
     )  # fmt: skip
     _delete_stale_builds(library.parent)

@@ -153,16 +153,18 @@ def require_run(make: Callable[..., Any]) -> None:
     option = {"precision": "32-true"}
     call = f"{make.__name__}(precision='32-true')"
     mend = f"trials change the run by options, as {call}; let these come last, Trainer(**{{'max_epochs': 1}} | options)"
+    trainer = None
     try:
         trainer, _, _ = make_run(make, option)
     except TypeError as error:
         if re.search("keyword argument '?precision", str(error)):
             raise TypeError(f"{error}: {mend}") from error
         raise
-    except Exception:
-        make_run(make, {})  # what it raises itself; a plug-in of its own may exclude the option alone
-        return
-    if trainer.precision != option["precision"]:
+    except Exception:  # a plug-in of its own may exclude the option
+        pass
+    if trainer is None:
+        make_run(make, {})  # raises what it raises itself
+    elif trainer.precision != option["precision"]:
         raise TypeError(f"the Trainer of {make.__qualname__} has the precision {trainer.precision}: {mend}")
 
 

@@ -354,7 +354,7 @@ def test_a_library_that_does_not_load_is_done_without(cache, tmp_path, monkeypat
     assert "file too short); delete it to have it built anew" in said
 
 
-def test_waiting_for_another_process_has_an_end(cache, tmp_path):
+def test_waiting_for_another_process_is_told_once_and_has_an_end(cache, tmp_path, caplog):
     folder = sources(tmp_path / "src", "native_waits")
     cache.mkdir()
     target = cpu_target()
@@ -362,6 +362,7 @@ def test_waiting_for_another_process_has_an_end(cache, tmp_path):
     with open(file, "w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         assert "another process builds it for more than 0.2 s" in reason_of(NativeLibrary("native_waits", folder, 0.2))
+    assert caplog.text.count("waiting for another process, which builds native_waits-") == 1
 
 
 def test_those_who_waited_take_the_reason_from_the_one_that_failed(cache, tmp_path, monkeypatch):
