@@ -194,7 +194,7 @@ def test_message_is_the_message(command, folder, block):
 def test_message_is_in_the_package(block):
     """What a block marked ``quoted`` says between its ellipses is said somewhere by the package."""
     sources = "\n".join(path.read_text() for path in (ROOT / "lightning_accel").rglob("*.py"))
-    said = re.sub(r"\{[^{}]*\}|%s", "…", re.sub(r'"\s*\n\s*f?"', "", sources))
+    said = re.sub(r"\{[^{}]*\}|%s", "…", re.sub(r"""["']\s*\n\s*f?["']""", "", sources))
     assert [part for part in re.split("…", block.text.strip()) if part not in said] == []
 
 

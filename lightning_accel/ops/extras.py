@@ -82,7 +82,7 @@ def require_module(module: str) -> ModuleType:
             raise
         extra = EXTRA_OF[package]
         raise ModuleNotFoundError(
-            f'{package} is needed here and is not installed: pip install "lightning_accel[{extra}]", '
-            f'or ".[{extra}]" in a copy of the repository',
+            f"{package} is needed here and is not installed: "
+            f'pip install "lightning_accel[{extra}]", or ".[{extra}]" in a copy of the repository',
             name=package,
         ) from error
