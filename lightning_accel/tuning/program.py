@@ -126,7 +126,8 @@ def tune(
         def show(what: str, share: float, best: float) -> None:
             is_new = bar.tasks[0].description != what
             if is_new and not bar.console.is_terminal:  # a file shows the bar at its end alone
-                bar.print(f"{share:4.0%} of the budget, best so far {best:.2f}; now {what}", markup=False, highlight=False)
+                line = f"{share:4.0%} of the budget, best so far {best:.2f}; now {what}"
+                bar.print(line, markup=False, highlight=False)
             bar.update(task, description=what, completed=share, best=best)
 
         search = Search(project, folder, seconds, identity, goal, allow, show)

@@ -48,7 +48,7 @@ def test_a_file_has_a_line_for_each_measurement(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("lightning_accel.tuning.program.KERNELS.build_ahead", lambda: None)
     tune(["--model", "Classifier"], output=tmp_path / "tuned")
     lines = [line for line in capsys.readouterr().out.splitlines() if "of the budget" in line]
-    assert lines == [" 25% of the budget, best so far 1.50; now alone a", " 25% of the budget, best so far 1.50; now alone b"]
+    assert lines == [f" 25% of the budget, best so far 1.50; now alone {name}" for name in "ab"]
 
 
 def test_a_missing_package_is_named_before_anything_is_measured(command, config, run_folder, monkeypatch):

@@ -125,6 +125,8 @@ class Pruning(L.Callback):
             require_one_of("criterion", criterion, ["magnitude"])
         _require_step_or_share("begin", begin)
         _require_step_or_share("end", end)
+        if type(begin) is type(end) and begin > end and schedule != "one_shot":
+            raise ValueError(f"end must come after begin; got begin={begin}, end={end}")
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(f"every_n_steps must be at least 1; got {every_n_steps}")
         if regrowth is not None:

@@ -151,8 +151,8 @@ def named_tensors(value: Any, name: str = "", others: list[str] | None = None) -
             if others is None:
                 raise TypeError(
                     f"{path or 'the output'} is a {type(leaf).__name__}; a file takes and gives tensors, and tuples, "
-                    "lists, dicts, NamedTuples and dataclasses of them. Export a module whose forward takes the "
-                    "tensors that are in it"
+                    "lists, dicts, NamedTuples and dataclasses of them. Call it with tensors, such as "
+                    "torch.from_numpy(x), or export a module whose forward takes the tensors that are in it"
                 )
             others.append(path or "output")
     return found

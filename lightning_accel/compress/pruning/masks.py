@@ -6,6 +6,7 @@ Shapes: N of M consecutive weights along the input dimension are kept.
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import partial
 from typing import Literal, TypeAlias, get_args
 
@@ -112,9 +113,11 @@ def parse_structure(structure: str) -> tuple[int, int] | None:
         return None
     match = re.fullmatch(r"(\d+):(\d+)", structure)
     if match is None or not 0 < int(match[1]) < int(match[2]):
+        near = get_close_matches(structure.lower(), ["unstructured", "channel", "width", "block", "expert"], n=1)
         raise ValueError(
-            "structure must be 'unstructured', 'channel', 'width', or 'N:M' with 0 < N < M, such as '2:4', of which N "
-            f"of M neighbours are kept, or of OneShotPruning 'block' or 'expert'; got {structure!r}"
+            "structure must be 'unstructured', 'channel', 'width', or 'N:M', such as '2:4', which keeps 2 of 4 "
+            f"neighbours; OneShotPruning takes 'block' and 'expert', too. Got {structure!r}"
+            + (f"; did you mean {near[0]!r}?" if near else "")
         )
     return int(match[1]), int(match[2])
 
@@ -130,8 +133,8 @@ def require_sparsity(sparsity: float | None, pattern: tuple[int, int] | None) ->
             )
         return share
     sparsity = 0.9 if sparsity is None else sparsity
-    if not 0 <= sparsity < 1:
-        raise ValueError(f"sparsity must be a share in [0, 1): 0.9 prunes nine of ten weights; got {sparsity}")
+    if not isinstance(sparsity, int | float) or not 0 <= sparsity < 1:
+        raise ValueError(f"sparsity must be a share in [0, 1): 0.9 prunes nine of ten weights; got {sparsity!r}")
     return sparsity
 
 

@@ -435,7 +435,10 @@ def test_shares_of_a_run_of_one_step_are_a_step():
     ("options", "message"),
     [
         ({"sparsity": 1.5}, r"share in \[0, 1\).*got 1.5"),
-        ({"structure": "half"}, "structure must be 'unstructured', 'channel', 'width', or 'N:M'"),
+        ({"structure": "half"}, "structure must be 'unstructured', 'channel', 'width', or 'N:M'.* Got 'half'$"),
+        ({"structure": "Channels"}, "Got 'Channels'; did you mean 'channel'"),
+        ({"sparsity": "0.5"}, "sparsity must be a share .* got '0.5'"),
+        ({"begin": 0.8, "end": 0.5}, "end must come after begin; got begin=0.8, end=0.5"),
         ({"structure": "2:4", "sparsity": 0.9}, "0.5 are pruned; got a sparsity of 0.9"),
         ({"module": "net"}, "structure='channel'; got 'unstructured'"),
         ({"structure": "channel", "round_to": 0}, "round_to must be at least 1 channel; got 0"),
@@ -462,7 +465,7 @@ def test_wrong_options_are_refused(options, message):
 @pytest.mark.parametrize(
     ("options", "trainer", "message"),
     [
-        ({"begin": 0.8, "end": 0.5}, {}, "end must come after begin; got begin=0.8, end=0.5 of 18 steps"),
+        ({"begin": 15, "end": 0.5}, {}, "end must come after begin; got begin=15, end=0.5 of 18 steps"),
         ({"end": 50}, {}, "would end at step 50, but the run has 18 optimizer steps"),
         ({}, {"max_epochs": -1, "max_time": "00:00:00:01"}, "end=0.6 is a share of the run, whose length is not known"),
         ({"exclude": ["head"]}, {}, "exclude has 'head'.*there are net, net.0"),
@@ -540,7 +543,7 @@ def test_options_are_read_from_a_config():
     assert (pruning.begin, pruning.end, pruning.criterion, pruning.target) == (10, 0.5, "magnitude", 0.8)
     assert isinstance(pruning.begin, int)
     assert isinstance(pruning.end, float)
-    function = {"criterion": "tests.callbacks.pruning.test_callback.squares", "begin": 1.0}
+    function = {"criterion": "tests.callbacks.pruning.test_callback.squares", "begin": 1.0, "end": 1.0}
     config = parser.parse_object(
         {"pruning": {"class_path": "lightning_accel.callbacks.Pruning", "init_args": function}}
     )
