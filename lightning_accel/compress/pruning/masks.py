@@ -115,8 +115,8 @@ def parse_structure(structure: str) -> tuple[int, int] | None:
     if match is None or not 0 < int(match[1]) < int(match[2]):
         near = get_close_matches(structure.lower(), ["unstructured", "channel", "width", "block", "expert"], n=1)
         raise ValueError(
-            "structure must be 'unstructured', 'channel', 'width', or 'N:M', such as '2:4', which keeps 2 of 4 "
-            f"neighbours; OneShotPruning takes 'block' and 'expert', too. Got {structure!r}"
+            "structure must be 'unstructured', 'channel', 'width', or 'N:M' with 0 < N < M, such as '2:4', which "
+            f"keeps 2 of 4 neighbours; OneShotPruning takes 'block' and 'expert', too. Got {structure!r}"
             + (f"; did you mean {near[0]!r}?" if near else "")
         )
     return int(match[1]), int(match[2])
