@@ -45,7 +45,8 @@ class ExportingTrainer(L.Trainer):
             output: path of the file; by default ``model.pt2`` or ``model.onnx`` in the run folder.
             preprocess: include the datamodule's preprocessing in the file, so that it takes raw data.
             probabilities: return probabilities instead of scores.
-            compare: measure the plain forms for the report, too; compiling takes about a minute.
+            compare: measure the model in bfloat16 and compiled for the report, too, which takes about a minute; else
+                the model as it is and the file.
             weights_only: false for a checkpoint that holds objects other than tensors and plain values.
         """
         callbacks: list[L.Callback] = self.callbacks  # type: ignore[attr-defined]  # set by a connector

@@ -23,6 +23,7 @@ def test_a_checkpoint_becomes_a_file(command, run_folder):
     assert result.status == 0, result.err
     assert "pt2 file" in result.out
     assert "load_compressed" in result.log
+    assert "which gives output; " in result.log
     (checkpoint,) = run_folder.glob("lightning_logs/version_0/checkpoints/*.ckpt")
     state = torch.load(checkpoint, weights_only=True)["state_dict"]
     data = DigitsDataModule()
@@ -33,6 +34,7 @@ def test_a_checkpoint_becomes_a_file(command, run_folder):
     loaded = load_compressed("model.pt2")
     torch.testing.assert_close(loaded(images * 16), expected)
     assert loaded.class_names == list("0123456789")
+    assert loaded.metadata["metadata"]["step"] == 2
     assert (run_folder / "lightning_logs/version_1/config_export.yaml").exists()
     assert (run_folder / "lightning_logs/version_1/figures/export.png").exists()
 

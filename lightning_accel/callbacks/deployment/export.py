@@ -79,7 +79,8 @@ class Export(L.Callback):
         postprocess: ``probabilities`` of the scores, a module, or None for the model's output.
         class_names: names of the classes; by default those of the datamodule or the module, if either has them.
         dynamic: whether the file accepts batches of any size.
-        compare: whether the report measures the plain forms, too; compiling takes about a minute.
+        compare: whether the report measures the model in bfloat16 and compiled, too, which takes about a minute; else
+            it measures the model as it is and the file.
         max_length: for causal language models, the largest number of tokens of a text, prompt included. The file is
             that of a :class:`~lightning_accel.compress.CachedDecoder`, whose prompts and further tokens
             :meth:`lightning_accel.compress.Compressed.generate` runs; the report measures one further token.
@@ -143,6 +144,7 @@ class Export(L.Callback):
         require_exportable("pt2" if self.format == "auto" else self.format)
         self._require_path(trainer)
         self._copy = WholeCopy(pl_module)
+        self._loaded_step = None if trainer.ckpt_path else trainer.global_step
         require_deployable(pl_module, "Export", self.module)
         if self.preprocess == "datamodule" and not callable(getattr(trainer.datamodule, "preprocessing", None)):  # type: ignore[attr-defined]
             raise TypeError(
@@ -150,6 +152,9 @@ class Export(L.Callback):
                 "what the file takes to what the model takes, with a method inverse; or give Export(preprocess=module)"
             )
         move_last(trainer, self)
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._loaded_step = checkpoint["global_step"]  # not called for a checkpoint of weights alone
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         require_validation(trainer, "Export")
@@ -224,12 +229,12 @@ class Export(L.Callback):
             metadata={
                 "model": type(copied).__name__,
                 "submodule": deployed.name,
-                "step": trainer.global_step,
+                "step": trainer.global_step if trainer.state.fn == TrainerFn.FITTING else self._loaded_step,
                 **{name: getattr(preprocess, name, None) for name in ("columns", "missing", "decimal")},
             },
             quantized=result,
         )
-        _log_export(self.exported)
+        _log_export(self.exported, isinstance(self.postprocess, Probabilities))
         if preprocess is None and callable(getattr(datamodule, "preprocessing", None)):
             rank_zero_info(
                 "the file takes what the datamodule makes of the data; with Export(preprocess='datamodule'), or export "
@@ -399,15 +404,14 @@ def _quantization_result(trainer: L.Trainer) -> Any:
     return None
 
 
-def _log_export(exported: Exported) -> None:
+def _log_export(exported: Exported, has_probabilities: bool) -> None:
     left = f"; left out: {', '.join(exported.left_out)}" if exported.left_out else ""
     if exported.unused:
         left += f"; works without {', '.join(exported.unused)}"
     checked = f"on {exported.num_checked} batches {exported.largest_difference:.1e} of the largest value at most off"
-    rank_zero_info(
-        f"exported {exported.path} ({exported.file_bytes:,} bytes), which gives {', '.join(exported.outputs)}{left}; "
-        f"{checked}"
-    )
+    first, *rest = exported.outputs
+    gives = ", ".join([f"{first} as probabilities" if has_probabilities else first, *rest])
+    rank_zero_info(f"exported {exported.path} ({exported.file_bytes:,} bytes), which gives {gives}{left}; {checked}")
 
 
 def _with_suffix(path: Path, suffix: str) -> Path:

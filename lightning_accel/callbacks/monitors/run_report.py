@@ -15,8 +15,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_accel._private.torch import num_compiled_graphs, tree_leaves
+from lightning_accel.callbacks.early_stopping import RestoringEarlyStopping
 from lightning_accel.callbacks.fit_end import failures_as_warnings
-from lightning_accel.callbacks.monitors.run_summary import BestCheckpoint, RunSummary
+from lightning_accel.callbacks.monitors.run_summary import BestCheckpoint, RunSummary, overfitted
 from lightning_accel.callbacks.run_parts import attach_run_parts, detach_run_parts
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of
 from lightning_accel.callbacks.watchdog.callback import Watchdog
@@ -177,6 +178,12 @@ class RunReport(L.Callback):
         share, reason = self._share_of_peak(trainer, training)
         was_stopped = isinstance(error, KeyboardInterrupt | SIGTERMException)
         watchdogs = callbacks_of(trainer, Watchdog)
+        health = watchdogs[0].findings if watchdogs else None
+        if not any(keeper.monitor for keeper in callbacks_of(trainer, ModelCheckpoint)) and not any(
+            each.restore_best for each in callbacks_of(trainer, RestoringEarlyStopping)
+        ):
+            rises = overfitted(self._curves)
+            health = [*(health or []), *rises] if rises else health
         best = best_checkpoints(trainer)
         path = next((each.path for each in best), None)
         return RunSummary(
@@ -197,7 +204,7 @@ class RunReport(L.Callback):
             best=best,
             metrics={name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1},
             curves=self._curves,
-            health=watchdogs[0].findings if watchdogs else None,
+            health=health,
             commands=self.commands(trainer, pl_module, path),
         )
 

@@ -15,6 +15,9 @@ from lightning_accel.strategies.checkpoints.atomic import write_atomically
 
 _MOST_CURVES = 3  # in the picture
 _LEAST_SHARE = 0.005  # of the time, for a row of the table
+_OVERFITTING = "overfitting"
+_LEAST_RISE = 0.1  # of the least loss, to its last value
+_LEAST_LATER = 2  # validations after the least loss
 _NAMES = PART_NAMES | {"callbacks": "callbacks and logging", "rest": "the Trainer's loop and start"}
 
 
@@ -52,8 +55,9 @@ class RunSummary:
         best: of each ModelCheckpoint that has written one.
         metrics: the last values of logged metrics.
         curves: of each metric of validation that loggers got, the step and the value at each validation.
-        health: what a :class:`~lightning_accel.callbacks.Watchdog` has found: kind, training batch and text of each;
-            None without one.
+        health: what a :class:`~lightning_accel.callbacks.Watchdog` has found, and losses of validation that rose to the
+            end, if no callback keeps the best weights: kind, training batch (the optimizer step of the least loss) and
+            text of each; None without a Watchdog or such a loss.
         commands: what to do next, to type.
     """
 
@@ -111,8 +115,9 @@ class RunSummary:
         if self.health is not None:
             found = Counter(each.kind for each in self.health)
             kinds = [kind if count == 1 else f"{count} times {kind}" for kind, count in found.items()]
-            first = f", first at batch {self.health[0].step}" if self.health else ""
+            first = f", first at batch {min(each.step for each in self.health)}" if self.health else ""
             rows.append(("health", f"{', '.join(kinds) or 'nothing found'}{first}"))
+            rows += [(each.kind, each.text) for each in self.health if each.kind == _OVERFITTING]
         counted = f"epochs {self.epochs}, batches {self.batches}, {self.seconds:.3g} s"
         ending = "" if self.status == "finished" else f", {self.status}"
         return Table(f"The fit: {counted}{ending}", (), rows)
@@ -159,6 +164,23 @@ class RunSummary:
                 axis.set_title(f"best checkpoint: {best:.4g}", fontsize="medium")
         with write_atomically(path) as part:
             figure.savefig(part, format="png")
+
+
+def overfitted(curves: dict[str, list[tuple[int, float]]]) -> list[Finding]:
+    """Return a finding for each loss of validation that ends clearly above its least value, some validations later."""
+    found = []
+    for name, curve in curves.items():
+        if "loss" not in name:  # of others, higher may be better
+            continue
+        at = min(range(len(curve)), key=lambda i: curve[i][1])
+        (step, least), (_, last) = curve[at], curve[-1]
+        if len(curve) - 1 - at >= _LEAST_LATER and last - least > _LEAST_RISE * abs(least):
+            text = (
+                f"{name} was least at step {step}, {least:.4g}, and is {last:.4g} at the end; keep the best by "
+                f"ModelCheckpoint(monitor={name!r}), and go on with --ckpt_path best"
+            )
+            found.append(Finding(_OVERFITTING, step, text))
+    return found
 
 
 def _rate(per_s: float) -> str:

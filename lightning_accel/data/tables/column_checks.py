@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 _FEWEST_ROWS = 20  # in fewer rows, such patterns are chance
 _FEWEST_REPEATS = 0.01  # share of the rows
 _FEWEST_MARKED = 5  # values with a mark that may be one of thousands
+_FEWEST_DATES = 20  # different ones, each a feature
+_DAY, _MONTH, _TIME = r"(0?[1-9]|[12]\d|3[01])", r"(0?[1-9]|1[0-2])", r"([T ]+\d\d?:\d\d.*)?"
+_DATE = rf"(\d{{4}}([-/.]){_MONTH}\2{_DAY}|({_DAY}[-/.]{_MONTH}|{_MONTH}[-/.]{_DAY})[-/.]\d{{4}}){_TIME}"
 _FEWEST_OUTSIDE = 5  # new values that are all outside the range of the training rows, however near
 
 
@@ -48,6 +51,29 @@ def warn_of_columns(features: pd.DataFrame, train: np.ndarray, path: Path, quant
             )
         else:
             warn_of_code(features[name], path, "set csv.missing, as by --data.csv.missing={code:g}")
+
+
+def warn_of_dates(texts: pd.DataFrame, path: Path) -> None:
+    """Warn of columns of texts that are dates, of which each becomes a feature."""
+    for name in texts:
+        values = texts[name].drop_duplicates()
+        if len(values) >= _FEWEST_DATES and are_dates(values):
+            dates = values[values.str.fullmatch(_DATE)]  # all but a text for a missing one
+            rank_zero_warn(
+                f"column {shown(name)} of {path} holds {len(dates)} texts that are dates, such as "
+                f"{shown(dates.iloc[0])}, of which each becomes a feature, and dates that no training row has become "
+                "none. List it under exclude, or write numbers in the file, such as days since a date, or month and day"
+            )
+
+
+def are_dates(texts: pd.Series) -> bool:
+    """Return whether at least 9 of 10 texts are dates, with or without a time.
+
+    >>> import pandas as pd
+    >>> are_dates(pd.Series(["2024-03-01 12:30", "3/1/2024"])), are_dates(pd.Series(["12-34-5678", "1.2.3"]))
+    (True, False)
+    """
+    return bool(texts.str.fullmatch(_DATE).mean() >= 0.9)
 
 
 def warn_of_thousands(numbers: pd.Series, texts: pd.Series, path: Path, decimal: str) -> None:

@@ -24,7 +24,7 @@ from lightning_accel.data.shards.loader import datamodule_loader
 from lightning_accel.data.shards.moments import Moments
 from lightning_accel.data.shards.options import ShardOptions
 from lightning_accel.data.shards.splits import Split
-from lightning_accel.data.tables.column_checks import warn_of_columns, warn_of_new_numbers
+from lightning_accel.data.tables.column_checks import warn_of_columns, warn_of_dates, warn_of_new_numbers
 from lightning_accel.data.tables.encoding import make_encoder, names_of_features, to_tensor
 from lightning_accel.data.tables.files import (
     A_QUANTITY,
@@ -269,6 +269,8 @@ class TabularDataModule(InMemoryDataModule):
         if self.trainer is not None:
             quantity = pd.Series(labels, name=self.target) if self._is_quantity else None
             warn_of_columns(features, train, self.path, quantity)
+            texts = [name for name, number in is_number.items() if not number and name not in self.categorical]
+            warn_of_dates(features[texts], self.path)
             warn_of_copies(features, labels, train, np.concatenate([val, test]), self.path)
             warn_of_answers(features.iloc[train], labels[train], self.path, self._is_quantity)
         self._warn_of_new_categories(features.iloc[np.concatenate([val, test])], self.path)

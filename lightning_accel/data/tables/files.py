@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_accel.data.bounds import allowed_bytes, require_allowed, require_unpackable
 from lightning_accel.data.quoting import cut, lacking_column, listed, shown
-from lightning_accel.data.tables.column_checks import may_have_thousands, warn_of_thousands
+from lightning_accel.data.tables.column_checks import are_dates, may_have_thousands, warn_of_thousands
 from lightning_accel.ops.extras import import_on_use
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ SET_REGRESSION = (
 _MOST_NUMBERS = 20  # different numbers that may be classes whatever they are
 _OTHER_SEPARATORS = ";\t|"
 _FIGURE = r"[$€£]? ?[-+]?[\d.,' ]*\d[\d.,' ]*[%$€£]?"  # a number as people write it
-_DATE = r"(\d{4}-\d\d?-\d\d?|\d\d?[./]\d\d?[./]\d{4})(?!\d)"
 _REMOVE_SIGNS = "Remove currency signs and marks of thousands"
 
 
@@ -310,7 +309,7 @@ def holds_numbers(column: pd.Series, path: Path) -> bool:
     texts = present.astype(str)
     are_figures = is_text.any() and texts.str.fullmatch(_FIGURE).all()
     are_many = is_text.any() and len(present) > 20 and present.nunique() > len(present) / 2
-    if (are_figures or are_many) and texts.str.match(_DATE).mean() >= 0.9:
+    if (are_figures or are_many) and are_dates(texts):
         raise ValueError(
             f"{where} holds dates, such as {shown(texts.iloc[0])}; list it under exclude, or write year, month and day "
             "as columns of numbers"

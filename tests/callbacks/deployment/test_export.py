@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import lightning as L
 import numpy as np
@@ -98,6 +99,22 @@ def test_export_of_a_checkpoint_says_that_it_does_not_quantize(tmp_path):
     with pytest.warns(UserWarning, match="Export writes the float model: Quantization makes its form at"):
         trainer.validate(Own(), DataLoader(ROWS, 8))
     assert callback.exported is not None
+
+
+def test_a_file_of_a_checkpoint_tells_its_step_and_that_it_gives_probabilities(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(Export, "_measure", MagicMock())  # takes seconds
+    module = Own()
+    fit(module, [], tmp_path).save_checkpoint(tmp_path / "second.ckpt")
+    callback = Export(compare=False, postprocess="probabilities")
+    callback.exports_on = {TrainerFn.VALIDATING}
+    trainer = L.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[callback],
+        default_root_dir=tmp_path, inference_mode=False,
+    )  # fmt: skip
+    with caplog.at_level("INFO"):
+        trainer.validate(module, DataLoader(ROWS, 8), ckpt_path=tmp_path / "second.ckpt", verbose=False)
+    assert load_compressed(callback.exported.path).metadata["metadata"]["step"] == 2
+    assert "which gives output as probabilities; " in caplog.text
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader
 
-from lightning_accel.callbacks import RunReport
+from lightning_accel.callbacks import RestoringEarlyStopping, RunReport, Watchdog
 from lightning_accel.callbacks.monitors import run_report
 from lightning_accel.measure import RUN_PARTS, run_parts
 from tests.planted import SLEPT, Sleeping, rows, use_clock
@@ -178,6 +178,24 @@ def test_batches_of_graphs_are_noticed(tmp_path):
     assert report.has_graphs
     made(tmp_path, report, max_epochs=1).fit(Steps(), rows(1), rows(1))
     assert not report.has_graphs
+
+
+@pytest.mark.parametrize(
+    ("keeper", "epochs", "is_told"),
+    [
+        (ModelCheckpoint(), 5, True),
+        (ModelCheckpoint(), 3, False),  # one validation after the least loss may be noise
+        (ModelCheckpoint(monitor="val/loss"), 5, False),
+        (RestoringEarlyStopping("val/loss", patience=9), 5, False),
+    ],
+)
+def test_a_loss_that_rises_to_the_end_is_told_unless_the_best_is_kept(keeper, epochs, is_told, tmp_path, capsys):
+    report = RunReport()
+    made(tmp_path, report, max_epochs=epochs, callbacks=[report, Watchdog(), keeper]).fit(Steps(), rows(2), rows(1))
+    told = capsys.readouterr().out
+    assert bool(report.summary.health) == ("overfitting, first at batch 4" in told) == is_told
+    text = "val/loss was least at step 4, 0.25, and is 3.25 at the end; keep the best by ModelCheckpoint(monitor="
+    assert (text in " ".join(told.split())) == is_told  # lines of the table are broken
 
 
 def test_rates_are_not_written_as_powers_of_ten(tmp_path, drawn):

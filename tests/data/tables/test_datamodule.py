@@ -267,6 +267,30 @@ def test_columns_that_mean_something_else_are_told(make, table):
     assert warnings_of(make, odd[["number", "kind"]], exclude=[]) == []  # nothing else is left
 
 
+def warnings_of_dates(make, table, **options):
+    return [one for one in warnings_of(make, table, **options) if "texts that are dates" in one]
+
+
+@pytest.mark.filterwarnings("ignore:column 'day' of .* no training row")
+@pytest.mark.parametrize("form", ["%Y-%m-%d", "%d.%m.%Y %H:%M", "%m/%d/%Y", "%Y/%m/%d %H:%M", "%Y-%m-%dT%H:%M:%S.000Z"])
+def test_repeated_dates_are_told(make, table, form):
+    days = pd.Series(pd.date_range("2024-03-01", periods=25, freq="D").strftime(form))
+    dated = table.assign(day=[days[row % 25] if row else None for row in range(60)])
+    (told,) = warnings_of_dates(make, dated)
+    assert "column 'day' of" in told
+    assert f"dates, such as {days[1]!r}, of which" in told
+    assert "List it under exclude, or write numbers in the file, such as days" in told
+    assert warnings_of_dates(make, dated, categorical=["day"]) == []  # as it was asked for
+
+
+@pytest.mark.filterwarnings("ignore:column 'code' of .* no training row")
+@pytest.mark.parametrize("form", ["12-34-{:02}", "v1.{}.2", "2024-{}-40", "{}/2024", "2024-03-{:02}"])
+def test_codes_versions_and_few_dates_are_no_dates(make, table, form):
+    num_values = 19 if form.startswith("2024-03") else 25
+    codes = [form.format(row % num_values + 1) for row in range(60)]
+    assert warnings_of_dates(make, table.assign(code=codes)) == []
+
+
 def test_copies_of_training_rows_are_told_once_with_their_share(make, table):
     unique = table.assign(width=np.random.default_rng(0).normal(size=60).round(3))
     (copies,) = warnings_of(make, pd.concat([unique] * 3))
