@@ -3,8 +3,9 @@
 import difflib
 import reprlib
 from collections.abc import Iterable, Sequence
-from itertools import islice
 from typing import Any
+
+from lightning_accel.ops.names import list_some
 
 WITHOUT_TARGET = (
     ". Give the data of training as path, and data without a target as predict_path, on the command line "
@@ -32,8 +33,7 @@ def listed(names: Sequence[object], most: int = 20) -> str:
     >>> listed(["a", "b", "c"], most=2)
     'a, b and 1 more'
     """
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(cut(name) for name in islice(names, most)) + rest
+    return list_some([cut(name) for name in names], most)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -1,5 +1,6 @@
 """Sequences of unequal lengths. Shapes: B sequences, T steps of the longest, F features, K values of a target."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -7,11 +8,13 @@ from typing import Any, Literal, get_args
 import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
 from lightning_accel.data.bounds import require_at_least, require_shares
 from lightning_accel.data.digest import DIGEST, require_same_data
 from lightning_accel.data.in_memory import in_memory_loader, resumable_loader
+from lightning_accel.data.quoting import listed
 from lightning_accel.data.samplers import ResumableLoader, replicas_and_rank
 from lightning_accel.data.sequences.dataset import SequenceDataset
 from lightning_accel.data.sequences.files import SequenceLayout, TargetKind
@@ -213,6 +216,8 @@ class SequenceDataModule(L.LightningDataModule):
         self._digest = splits.digest
         self._sampler(splits.train)  # raises where a sequence is longer than max_tokens
         self.train_rows, self.val_rows, self.test_rows = splits.train, splits.val, splits.test
+        if self.path is not None:
+            self._report([len(rows) for rows in (splits.train, splits.val, splits.test)])
 
     def _read(self) -> SequenceSplits:
         if self.task is None:
@@ -236,6 +241,25 @@ class SequenceDataModule(L.LightningDataModule):
         self._digest = found.digest
         self.target_kind = self.layout.target_kind
         self._sequences = found
+        self._report([int(found.splits[split].rows.sum()) for split in ("train", "val", "test")])
+
+    def _report(self, num_sequences: Sequence[int]) -> None:
+        """Tell how the file is read, in a run."""
+        if self.trainer is None:
+            return
+        target = "no target"
+        if self.class_names is not None:
+            target = f"target of {len(self.class_names)} classes, {listed(self.class_names, 10)}"
+        elif self.num_targets is not None:
+            target = f"target of {self.num_targets} numbers"
+        steps = f"tokens below {self.vocab_size}"
+        if self.feature_names is not None:
+            steps = f"features of a step: {listed(self.feature_names, 10)}"
+        rank_zero_info(
+            f"{self.path}: {target}; {steps}; "
+            + "{:,} sequences train, {:,} validate, {:,} test".format(*num_sequences)
+            + ("" if self.predict_path is None else f"; predict_path: {self.predict_path}")
+        )
 
     def _describe(self, splits: SequenceSplits) -> None:
         self.target_kind = splits.kind

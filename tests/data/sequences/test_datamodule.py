@@ -325,6 +325,21 @@ def test_tables_to_predict_may_hold_other_columns(make, tmp_path):
         make(table, "walks.csv", predict_path=tmp_path / "new.csv")
 
 
+def test_a_run_tells_how_sequences_are_read(make, caplog):
+    data = make()
+    assert not caplog.text  # tune and others set data up again and again
+    del data.train_rows
+    data.trainer = L.Trainer(accelerator="cpu", logger=False)
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        data.setup()
+    sizes = f"{len(data.train_rows)} sequences train, {len(data.val_rows)} validate, {len(data.test_rows)} test"
+    assert caplog.messages == [
+        f"{data.path}: target of {data.num_classes} classes, {', '.join(data.class_names)}; "
+        f"features of a step: values_0, values_1; {sizes}"
+    ]
+
+
 def test_codes_for_missing_values_and_new_ranges_are_told(make, tmp_path):
     values = np.random.default_rng(0).normal(size=60)
     values[::7] = -999
