@@ -81,9 +81,16 @@ def name_sizes_(model: Any) -> None:
                 names[size.value] = name_of(value, dim)
     inner = (value for node in model.graph.all_nodes() for value in node.outputs)
     for value in {*model.graph.inputs, *model.graph.outputs, *inner}:
-        for dim, size in enumerate(value.shape or ()):
-            if isinstance(size, onnx_ir.SymbolicDim) and size.value:  # also terms, such as s95*s27
-                value.shape[dim] = re.sub(r"\w+", lambda found: names.get(found[0], found[0]), size.value)
+        if value.shape is None or value.shape.is_static():
+            continue
+        # also terms, such as s95*s27; a new shape, since some are frozen
+        sizes = [getattr(size, "value", size) for size in value.shape]
+        value.shape = onnx_ir.Shape(
+            [
+                re.sub(r"\w+", lambda found: names.get(found[0], found[0]), size) if isinstance(size, str) else size
+                for size in sizes
+            ]
+        )
 
 
 def weight_bytes(made: Any) -> int:
