@@ -14,15 +14,15 @@ MIB = 2**20
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
+def touched(size):
+    """Return memory that goes back to the system at once, whatever allocator other tests have chosen."""
+    block = mmap.mmap(-1, size)
+    for page in range(0, size, mmap.PAGESIZE):
+        block[page] = 1
+    return block
+
+
 def test_the_peak_is_that_since_the_beginning():
-    """By memory that goes back to the system at once, whatever allocator other tests have chosen."""
-
-    def touched(size):
-        block = mmap.mmap(-1, size)
-        for page in range(0, size, mmap.PAGESIZE):
-            block[page] = 1
-        return block
-
     touched(60 * MIB).close()
     held = touched(20 * MIB)
     peak = PeakMemory(torch.device("cpu"))
@@ -49,8 +49,7 @@ def test_children_count_with_what_they_hold_alone():
 
 def test_what_is_resident_rises_and_falls():
     before = resident_bytes(torch.device("cpu"))
-    with mmap.mmap(-1, 2**26) as held:  # which goes back to the system, whatever allocator other tests have chosen
-        held.write(bytes(2**26))
+    with touched(2**26) as held:
         during = resident_bytes(torch.device("cpu"))
         assert len(held) * 0.9 < during - before < len(held) * 1.5
     assert resident_bytes(torch.device("cpu")) < during - 2**25
