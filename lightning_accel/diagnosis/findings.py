@@ -67,6 +67,7 @@ def find_slowness(seen: Examined, machine: Machine, rates: Rates) -> list[Findin
         *_float64(seen, parts, rates),
         *_slow_products(seen, parts, rates),
         *_full_precision(seen, parts, rates),
+        *_emulated_precision(seen, parts, rates),
         *_too_many_threads(seen, machine),
         *_too_many_workers(seen, machine),
         *_restarted_workers(seen, parts),
@@ -226,6 +227,19 @@ def _full_precision(seen: Examined, parts: dict[str, float], rates: Rates) -> It
         what = f"precision is {seen.precision}, and products in bfloat16 are here {lower / now:.3g} times as fast"
         mend = "try Trainer(precision='bf16-mixed'), whose rounding may change metrics, or let tune try it"
         yield Finding("full precision", what, cost, mend, _WORK)
+
+
+def _emulated_precision(seen: Examined, parts: dict[str, float], rates: Rates) -> Iterator[Finding]:
+    now, full = rates.matmul.get(seen.multiplies_in), rates.matmul.get("fp32")
+    if not seen.precision.startswith(("bf16", "16")) or not (seen.flops and now and full and now < full):
+        return
+    cost = min(1000 * seen.flops * (1 / now - 1 / full), (1 - now / full) * (parts["forward"] + parts["backward"]))
+    if cost >= _NOTABLE * sum(parts.values()):
+        what = f"precision is {seen.precision}, and products in float32 are here {full / now:.3g} times as fast"
+        mend = (
+            "Trainer(precision='32-true'), or AmpPrecision(), which takes bfloat16 only where the device computes in it"
+        )
+        yield Finding("emulated precision", what, cost, mend, _WORK)
 
 
 def _too_many_threads(seen: Examined, machine: Machine) -> Iterator[Finding]:

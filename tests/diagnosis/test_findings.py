@@ -108,6 +108,13 @@ def test_a_sound_run_has_no_findings():
     assert not full(flops=100)
     assert not full(precision="bf16-mixed")
     assert not full(float64=["weight"])
+    # of matrix products at half the rate of float32
+    emulating = replace(RATES, matmul=RATES.matmul | {"bf16": RATES.matmul["fp32"] / 2})
+    emulated = replace(seen, flops=8_000_000_000, precision="bf16-mixed")
+    told = [one for one in find_slowness(emulated, describe_machine(), emulating) if one.name == "emulated precision"]
+    assert told[0].cost_ms == pytest.approx(work / 2)
+    assert "products in float32 are here 2 times as fast" in told[0].what
+    assert "emulated precision" not in {one.name for one in find_slowness(emulated, describe_machine(), RATES)}
     assert "4 times" in slow()[0].what
     assert not slow(onednn_flops=seen.onednn_flops)  # of small products
     assert not slow(multiplies_by_onednn=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,8 +24,10 @@ _DATE = rf"(\d{{4}}([-/.]){_MONTH}\2{_DAY}|({_DAY}[-/.]{_MONTH}|{_MONTH}[-/.]{_D
 _FEWEST_OUTSIDE = 5  # new values that are all outside the range of the training rows, however near
 
 
-def warn_of_columns(features: pd.DataFrame, train: np.ndarray, path: Path, quantity: pd.Series | None = None) -> None:
-    """Warn of columns that carry nothing in the rows that ``train``, count the rows, or hold a code for missing values.
+def doubts_of_columns(
+    features: pd.DataFrame, train: np.ndarray, path: str | Path, quantity: pd.Series | None = None
+) -> Iterator[str]:
+    """Yield warnings of columns that carry nothing in training rows, count rows, or hold a code for missing values.
 
     Args:
         features: numbers as float64, NaN where they are missing, and texts.
@@ -33,10 +36,10 @@ def warn_of_columns(features: pd.DataFrame, train: np.ndarray, path: Path, quant
         quantity: the target, if it is a quantity.
     """
     if quantity is not None:
-        warn_of_code(quantity, path, "remove those rows, or predict them with predict_path")
+        yield from _doubt_of_code(quantity, path, "remove those rows, or predict them with predict_path")
     trains = features.iloc[train]
     if constant := [name for name in features if trains[name].nunique(dropna=False) == 1]:
-        rank_zero_warn(
+        yield (
             f"columns of {path} that are empty or hold one value in all training rows: {listed(constant, 5)}. Models "
             "learn nothing from them; list them under exclude"
         )
@@ -45,21 +48,21 @@ def warn_of_columns(features: pd.DataFrame, train: np.ndarray, path: Path, quant
         if numbers.dtype != np.float64 or len(numbers) <= _FEWEST_ROWS:
             continue
         if _counts_rows(numbers) and len(features.columns) > 1 + len(constant):
-            rank_zero_warn(
+            yield (
                 f"column {shown(name)} of {path} holds the numbers {numbers.min():g} to {numbers.max():g}, each in one "
                 "row. If they number the rows, list the column under exclude: a model could only learn them by heart"
             )
         else:
-            warn_of_code(features[name], path, "set csv.missing, as by --data.csv.missing={code:g}")
+            yield from _doubt_of_code(features[name], path, "set csv.missing, as by --data.csv.missing={code:g}")
 
 
-def warn_of_dates(texts: pd.DataFrame, path: Path) -> None:
-    """Warn of columns of texts that are dates, of which each becomes a feature."""
-    for name in texts:
-        values = texts[name].drop_duplicates()
+def doubts_of_dates(texts: Mapping[str, pd.Series], path: str | Path) -> Iterator[str]:
+    """Yield warnings of columns of texts that are dates, of which each becomes a feature."""
+    for name, column in texts.items():
+        values = column.drop_duplicates()
         if len(values) >= _FEWEST_DATES and are_dates(values):
             dates = values[values.str.fullmatch(_DATE)]  # all but a text for a missing one
-            rank_zero_warn(
+            yield (
                 f"column {shown(name)} of {path} holds {len(dates)} texts that are dates, such as "
                 f"{shown(dates.iloc[0])}, of which each becomes a feature, and dates that no training row has become "
                 "none. List it under exclude, or write numbers in the file, such as days since a date, or month and day"
@@ -140,9 +143,14 @@ def warn_of_new_range(new: pd.Series, low: float, high: float, path: Path) -> No
 
 def warn_of_code(column: pd.Series, path: Path, remedy: str) -> None:
     """Warn of a number that may stand for missing values; ``remedy`` may have a field ``code``."""
+    for doubt in _doubt_of_code(column, path, remedy):
+        rank_zero_warn(doubt)
+
+
+def _doubt_of_code(column: pd.Series, path: str | Path, remedy: str) -> Iterator[str]:
     numbers = column.to_numpy()
     if len(numbers) > _FEWEST_ROWS and (code := _far_value(numbers[~np.isnan(numbers)])) is not None:
-        rank_zero_warn(
+        yield (
             f"column {shown(column.name)} of {path} holds {code:g} in {int((numbers == code).sum())} of {len(numbers)} "
             f"rows, far from all its other numbers. If it stands for a missing value, {remedy.format(code=code)}"
         )

@@ -24,7 +24,7 @@ from lightning_accel.data.shards.loader import datamodule_loader
 from lightning_accel.data.shards.moments import Moments
 from lightning_accel.data.shards.options import ShardOptions
 from lightning_accel.data.shards.splits import Split
-from lightning_accel.data.tables.column_checks import warn_of_columns, warn_of_dates, warn_of_new_numbers
+from lightning_accel.data.tables.column_checks import doubts_of_columns, doubts_of_dates, warn_of_new_numbers
 from lightning_accel.data.tables.encoding import make_encoder, names_of_features, to_tensor
 from lightning_accel.data.tables.files import (
     A_QUANTITY,
@@ -231,6 +231,8 @@ class TabularDataModule(InMemoryDataModule):
             self.feature_names, self.num_features = found.feature_names, len(found.feature_names)
             self._keep_target(found.class_names, found.target_moments)
             self._table = found
+            for doubt in found.doubts if self.trainer is not None else ():
+                rank_zero_warn(doubt)
             self._report_columns([int(found.splits[split].rows.sum()) for split in ("train", "val", "test")])
             return
         assert isinstance(self.path, Path)
@@ -268,9 +270,12 @@ class TabularDataModule(InMemoryDataModule):
         )
         if self.trainer is not None:
             quantity = pd.Series(labels, name=self.target) if self._is_quantity else None
-            warn_of_columns(features, train, self.path, quantity)
             texts = [name for name, number in is_number.items() if not number and name not in self.categorical]
-            warn_of_dates(features[texts], self.path)
+            for doubt in (
+                *doubts_of_columns(features, train, self.path, quantity),
+                *doubts_of_dates({name: features[name] for name in texts}, self.path),
+            ):
+                rank_zero_warn(doubt)
             warn_of_copies(features, labels, train, np.concatenate([val, test]), self.path)
             warn_of_answers(features.iloc[train], labels[train], self.path, self._is_quantity)
         self._warn_of_new_categories(features.iloc[np.concatenate([val, test])], self.path)

@@ -42,7 +42,8 @@ SET_REGRESSION = (
 )
 _MOST_NUMBERS = 20  # different numbers that may be classes whatever they are
 _OTHER_SEPARATORS = ";\t|"
-_FIGURE = r"[$€£]? ?[-+]?[\d.,' ]*\d[\d.,' ]*[%$€£]?"  # a number as people write it
+# a number as people write it, and no version or address such as 10.0.1.1
+_FIGURE = r"(?!.*\.(\d{1,2}|\d{4,})\.)[$€£]? ?[-+]?[\d.,' ]*\d[\d.,' ]*[%$€£]?"
 _REMOVE_SIGNS = "Remove currency signs and marks of thousands"
 
 

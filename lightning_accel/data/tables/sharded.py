@@ -75,9 +75,11 @@ class ShardedTable:
 
         def collect() -> list[Any]:
             statistics = table_statistics(blocks, splits["train"], features, categorical, target)
-            return [statistics.classes, statistics.target_moments, statistics.encoding()]
+            doubts = list(statistics.doubts(location, categorical))
+            return [statistics.classes, statistics.target_moments, statistics.encoding(), doubts]
 
-        self.class_names, self.target_moments, encoding = kept_json(options.cache_dir, made_of, collect)
+        kept = kept_json(options.cache_dir, (*made_of, "doubts"), collect)  # files of older versions have none
+        self.class_names, self.target_moments, encoding, self.doubts = kept
         self.encoder = RawColumns(**encoding)
         self.splits: dict[Split, Blocks] = {split: blocks.select(chosen) for split, chosen in splits.items()}
         self.feature_names = self.encoder.feature_names

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -15,14 +16,17 @@ import numpy as np
 from lightning_accel.data.quoting import shown
 from lightning_accel.data.shards.blocks import Blocks
 from lightning_accel.data.shards.moments import Moments
+from lightning_accel.data.tables.column_checks import doubts_of_columns, doubts_of_dates
 from lightning_accel.data.tables.columns import numbers_of_column, require_classes, texts_of_column
 from lightning_accel.data.tables.files import A_QUANTITY
 from lightning_accel.ops.extras import import_on_use
 
 if TYPE_CHECKING:
+    import pandas as pd
     import pyarrow as pa
     import pyarrow.compute as pc
 else:
+    pd = import_on_use("pandas")
     pa = import_on_use("pyarrow")
     pc = import_on_use("pyarrow.compute")
 
@@ -47,13 +51,19 @@ class NumberStatistics:
         self.sample += other.sample
 
     @property
+    def sampled(self) -> np.ndarray:
+        """Return the sample as one array, NaN where a number is missing."""
+        return np.concatenate([*self.sample, np.empty(0)])
+
+    @property
     def missing_share(self) -> float:
         return self.missing / (self.missing + self.moments.count)
 
     @property
     def median(self) -> float:
-        sample = np.concatenate([*self.sample, np.empty(0)])
-        return float(np.median(sample)) if len(sample) else 0.0
+        sample = self.sampled
+        present = sample[~np.isnan(sample)]
+        return float(np.median(present)) if len(present) else 0.0
 
     def filled(self, value: float) -> tuple[float, float]:
         """Return mean and standard deviation with ``value`` for what is missing; the latter 1 if all are equal."""
@@ -77,13 +87,34 @@ class TableStatistics:
         numbers: statistics of each numeric column.
         texts: categories of each other column, sorted.
         classes: names of the classes, sorted; None for a quantity.
-        target_moments: mean and standard deviation of a quantity; None for classes.
+        quantity: statistics of a target that is a quantity; None for classes.
+        target: name of the target's column.
     """
 
     numbers: dict[str, NumberStatistics]
     texts: dict[str, list[str]]
     classes: list[str] | None
-    target_moments: tuple[float, float] | None
+    quantity: NumberStatistics | None
+    target: str
+
+    @property
+    def target_moments(self) -> tuple[float, float] | None:
+        """Return mean and standard deviation of a quantity; None for classes."""
+        if self.quantity is None:
+            return None
+        return float(self.quantity.moments.mean[0]), float(self.quantity.moments.std[0])
+
+    def doubts(self, location: str | Path, categorical: Sequence[str]) -> Iterator[str]:
+        """Yield warnings of columns, as of tables in one file: of all training rows, or of the sample of them."""
+        samples = {name: one.sampled for name, one in self.numbers.items()}
+        rows = len(next(iter(samples.values()), (0, 0)))
+        columns = pd.DataFrame(samples, index=range(rows))
+        for name, found in self.texts.items():  # of these, doubts ask alone whether they differ
+            columns[name] = found[:1] * (rows - 1) + found[-1:]
+        quantity = None if self.quantity is None else pd.Series(self.quantity.sampled, name=self.target)
+        yield from doubts_of_columns(columns, np.arange(rows), location, quantity)
+        texts = {name: pd.Series(found) for name, found in self.texts.items() if name not in categorical}
+        yield from doubts_of_dates(texts, location)
 
     def encoding(self) -> dict[str, Any]:
         """Return the arguments of the :class:`~lightning_accel.data.preprocessing.RawColumns` that encodes rows."""
@@ -124,18 +155,19 @@ def table_statistics(
     texts: dict[str, set[str]] = {name: set() for name, number in is_number.items() if not number}
     trains = np.isin(np.arange(len(blocks)), train)
     classes: tuple[set[str], set[str]] = set(), set()
-    moments = Moments()
+    quantity = NumberStatistics()
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         for of_training, found in zip(trains.tolist(), pool.map(read, range(len(blocks))), strict=True):
             classes[of_training].update(found.classes)
             if of_training:
-                moments.add(found.quantities)
+                quantity.add(found.quantity)
             for name, one in found.numbers.items() if of_training else ():
                 numbers[name].add(one)
             for name, names in found.texts.items() if of_training else ():
                 texts[name].update(names)
                 _require_few(texts[name], name, blocks, name in categorical)
     found_classes = None if target.is_quantity else require_classes(*classes, where, A_QUANTITY)
+    moments = quantity.moments
     if target.is_quantity and moments.deviation[0] <= moments.count * (1e-12 * moments.mean[0]) ** 2:
         raise ValueError(f"{where} holds one number only, {moments.mean[0]:g}; two or more are needed")
     for name in texts.keys() - {*categorical}:
@@ -145,8 +177,8 @@ def table_statistics(
                 f"column {shown(name)} of {blocks.files.root} holds {shown(min(present))} and the like, numbers that "
                 "are written as texts; write them as numbers, or list the column under categorical"
             )
-    of_target = (float(moments.mean[0]), float(moments.std[0])) if target.is_quantity else None
-    return TableStatistics(numbers, {name: sorted(found) for name, found in texts.items()}, found_classes, of_target)
+    categories = {name: sorted(found) for name, found in texts.items()}
+    return TableStatistics(numbers, categories, found_classes, quantity if target.is_quantity else None, target.name)
 
 
 def holds_numbers_in(blocks: Blocks, name: str) -> bool:
@@ -181,7 +213,7 @@ class _Found(NamedTuple):
     numbers: dict[str, NumberStatistics]
     texts: dict[str, list[str]]
     classes: list[str]
-    quantities: Moments
+    quantity: NumberStatistics
 
 
 def _block_statistics(blocks: Blocks, is_number: dict[str, bool], target: Target, share: float, block: int) -> _Found:
@@ -193,22 +225,22 @@ def _block_statistics(blocks: Blocks, is_number: dict[str, bool], target: Target
             f"values, the first in its row {int((codes < 0).argmax())} (from 0). Remove those rows, or predict them "
             "with predict_path"
         )
-    quantities = Moments()
+    rows = np.unique(np.linspace(0, len(codes) - 1, max(1, round(share * len(codes)))).astype(np.int64))
+    quantity = NumberStatistics()
     if target.is_quantity:
         column = numbers_of_column(table[target.name], target.name, partial(blocks.name_of, block))
-        classes, quantities = [], Moments.of(column[:, None])
+        classes, quantity = [], NumberStatistics(Moments.of(column[:, None]), 0, [column[rows]])
     numbers, texts = dict[str, NumberStatistics](), dict[str, list[str]]()
-    rows = np.unique(np.linspace(0, len(codes) - 1, max(1, round(share * len(codes)))).astype(np.int64))
     for name, number in is_number.items():
         if number:
             found = numbers_of_column(table[name], name, partial(blocks.name_of, block))
             there = ~np.isnan(found)
             moments = Moments.of(found[there][:, None])
-            numbers[name] = NumberStatistics(moments, int((~there).sum()), [found[rows][there[rows]]])
+            numbers[name] = NumberStatistics(moments, int((~there).sum()), [found[rows]])
         else:
             codes, names = texts_of_column(table[name])
             texts[name] = [*names, *([MISSING] if (codes < 0).any() else [])]
-    return _Found(numbers, texts, classes, quantities)
+    return _Found(numbers, texts, classes, quantity)
 
 
 def _require_few(texts: set[str], name: str, blocks: Blocks, is_named: bool) -> None:

@@ -555,6 +555,11 @@ def test_only_rows_of_the_test_split_may_change_after_a_checkpoint(make, table):
         ("kind,x\n" + "oak,1\nash,2\nNone,3\n" * 9, {}, r"lacks 9 .*None, NA and the like .* another name"),
         ("kind,width\noak,1,2,3\noak,1\n", {}, r"cannot be read as csv"),
         ("kind,id\n" + "".join(f"oak,a{i}\nash,b{i}\n" for i in range(15)), {}, r"30 different texts in 30 rows"),
+        (
+            "kind,host\n" + "".join(f"oak,10.0.0.{i}\nash,10.0.1.{i}\n" for i in range(15)),
+            {},
+            r"'host' of .* holds 30 different texts",
+        ),
         ("kind,x,x\noak,1,2\n", {}, r"two columns named 'x'"),
         (",kind,x\n0,oak,1\n" + "1,ash,2\n2,oak,2\n" * 9, {}, r"column without a name.*exclude as 'Unnamed: 0'"),
         ("kind\n" + "oak\nash\n" * 9, {}, r"no column left for features"),

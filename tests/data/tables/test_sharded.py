@@ -1,6 +1,7 @@
 """Tables in folders: encoded as scikit-learn encodes their training rows, split by blocks, read once."""
 
 import json
+import warnings
 
 import lightning as L
 import numpy as np
@@ -113,21 +114,61 @@ def test_medians_of_many_rows_are_those_of_a_sample(tmp_path, flowers, monkeypat
     assert data._table.encoder.median[0].item() != np.median(length)
 
 
+def test_doubtful_columns_are_told_as_of_one_file_at_each_start(tmp_path):
+    rng = np.random.default_rng(0)
+    table = pa.table(
+        {
+            "key": rng.permutation(400),
+            "weight": np.where(np.arange(400) % 9 == 0, -999, rng.normal(5, 1, 400)),
+            "same": np.full(400, 3),
+            "place": ["here"] * 400,
+            "day": [f"2024-03-{1 + row % 25:02}" for row in range(400)],
+            "month": [f"2024-03-{1 + row % 25:02}" for row in range(400)],
+            "price": np.where(np.arange(400) % 11 == 0, -1e6, rng.normal(5, 1, 400)),
+        }
+    )
+    folder = folder_of(tmp_path / "rows", table)
+    told = []
+    for _ in range(2):  # the second reads what the first has kept
+        data = TabularDataModule(
+            folder,
+            "price",
+            target_kind="regression",
+            categorical="month",
+            shards=ShardOptions(cache_dir=tmp_path / "cache"),
+        )
+        data.trainer = L.Trainer(logger=False)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            data.prepare_data()
+            data.setup()
+        told.append([str(one.message).replace(str(folder), "ROWS") for one in caught])
+    assert told[0] == told[1]
+    starts = [
+        "column 'price' of ROWS holds -1e+06 in ",
+        "columns of ROWS that are empty or hold one value in all training rows: same, place.",
+        "column 'weight' of ROWS holds -999 in ",
+        "column 'day' of ROWS holds 25 texts that are dates",
+    ]
+    assert len(told[0]) == len(starts)
+    assert all(one.startswith(start) for one, start in zip(told[0], starts, strict=True))
+
+
 def test_a_module_trains_and_a_checkpoint_of_another_split_is_refused(tmp_path, flowers):
     folder = folder_of(tmp_path / "rows", flowers)
     trainer = L.Trainer(
         max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
         default_root_dir=tmp_path,
     )  # fmt: skip
-    data = data_of(folder)
+    data = data_of(folder, exclude="constant")
     data.setup()
     model = MoEClassifier(data.num_features, data.num_classes, experts={"hidden_dim": 4, "num_experts": 2})
     trainer.fit(model, data)
     [ckpt_path] = tmp_path.rglob("*.ckpt")
     assert len(trainer.predict(model, data)) == 3
-    trainer.validate(model, data_of(folder), ckpt_path=ckpt_path, verbose=False)
+    trainer.validate(model, data_of(folder, exclude="constant"), ckpt_path=ckpt_path, verbose=False)
     with pytest.raises(ValueError, match=r"the checkpoint was trained on other data than .*rows as configured: split"):
-        trainer.validate(model, data_of(folder, seed=1), ckpt_path=ckpt_path, verbose=False)
+        trainer.validate(model, data_of(folder, exclude="constant", seed=1), ckpt_path=ckpt_path, verbose=False)
 
 
 def test_other_files_are_predicted(tmp_path, flowers):
