@@ -55,6 +55,7 @@ def test_moe_digits_reaches_the_accuracy_it_promises(command, run_folder):
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_moe_lm_quick_reaches_what_it_promises(command, run_folder):
     path = next(path for path in CONFIGS if path.stem == "moe_lm_quick")
     result = command("fit", "--config", path)
@@ -102,10 +103,11 @@ def test_compress_lm_leaves_a_small_file_that_generates(command, run_folder):
     pytest.param("rnn_digits", "test/accuracy", 0.975, 1, marks=pytest.mark.weekly),
     pytest.param("rnn_adding", "test/mse", 0, 1e-3, marks=pytest.mark.weekly),
     pytest.param("relational_csl", "test/accuracy", 1, 1, marks=pytest.mark.weekly),
-    ("relational_counting", "test/loss", 0, 1e-5),
-    ("compress_mlp", "test/accuracy", 0.93, 1),
+    pytest.param("relational_counting", "test/loss", 0, 1e-5, marks=pytest.mark.weekly),
+    pytest.param("compress_mlp", "test/accuracy", 0.93, 1, marks=pytest.mark.weekly),
     pytest.param("compress_rnn", "test/accuracy", 0.96, 1, marks=pytest.mark.weekly),
-    ("dbn_digits", "test/accuracy", 0.94, 1), ("rbm_bars", "test/log_prob", -2.66, -2.59),
+    ("dbn_digits", "test/accuracy", 0.94, 1),
+    pytest.param("rbm_bars", "test/log_prob", -2.66, -2.59, marks=pytest.mark.weekly),
 ])  # fmt: skip
 def test_run_reaches_what_it_promises(command, name, figure, least, most):
     path = next(path for path in CONFIGS if path.stem == name)

@@ -52,6 +52,8 @@ def blocks_of(path: Path) -> list[Block]:
     ]
 
 
+# whose commands start processes, or train each config, as tests of those do
+LONG_PAGES = "docs/configs.md", "docs/guides/devices.md", "docs/guides/plan.md"
 BLOCKS = {str(path.relative_to(ROOT)): blocks_of(path) for path in PAGES}
 ALL = [block for blocks in BLOCKS.values() for block in blocks]
 
@@ -136,8 +138,10 @@ def write_files(page: str, folder: Path) -> None:
 @pytest.mark.parametrize("script", params([script for blocks in BLOCKS.values() for script in scripts_of(blocks)]))
 def test_script_runs(folder, script):
     write_files(script.page, folder)
+    for told, short in (('budget="10m"', 'budget="30s"'), ("max_epochs=15", "max_epochs=2")):
+        script = script._replace(text=script.text.replace(told, short))
     if "__main__" in script.text:  # it starts processes, which run the file again
-        (folder / "script.py").write_text(script.text.replace('budget="10m"', 'budget="30s"'))
+        (folder / "script.py").write_text(script.text)
         subprocess.run([sys.executable, "script.py"], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
         return
     exec(compile(script.text, f"{script.page}, line {script.line}", "exec"), {"__name__": "documentation"})
@@ -166,7 +170,14 @@ def test_script_that_is_started_again_ends_as_if_never_stopped(folder, monkeypat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in BLOCKS if commands_of(page)])
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.weekly] if page in LONG_PAGES else [])
+        for page in BLOCKS
+        if commands_of(page)
+    ],
+)
 def test_commands_run_one_after_the_other(command, folder, page):
     write_files(page, folder)
     for line in commands_of(page):

@@ -271,6 +271,7 @@ wait $first
 """
 
 
+@pytest.mark.weekly
 def test_two_hosts(folder, whole):
     made = ["unshare", "--net", "--user", "--map-root-user"]
     probe = "ip link add probe0 type veth peer name probe1 && unshare --net true"

@@ -87,5 +87,6 @@ def test_a_hanging_rank_is_named():
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_the_time_limit_is_not_for_starting_and_importing():
     assert run_ranks(check_arrived, SlowToArrive(), timeout_s=10) == [0, 1]

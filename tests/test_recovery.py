@@ -41,7 +41,6 @@ OFTEN = {
     "single",
     "ddp",
     "accel_fsdp2, sharded",
-    "accel_pipeline",
     "stages of a belief network",
 }
 

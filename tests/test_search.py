@@ -45,6 +45,7 @@ def accuracies(folder):
     return [table["val/accuracy"].dropna().iloc[-1] for table in tables]
 
 
+@pytest.mark.weekly
 def test_optuna_searches_and_goes_on(tmp_path):
     optuna = pytest.importorskip("optuna")
     pytest.importorskip("optuna_integration")

@@ -196,7 +196,8 @@ HAS_SLURM = os.geteuid() == 0 and all(map(shutil.which, ("munged", "slurmctld", 
 NEEDS_SLURM = pytest.mark.skipif(not HAS_SLURM, reason="needs Slurm's daemons, and root to start them")
 
 
-@pytest.mark.parametrize("slurm", [SimulatedSlurm, pytest.param(RealSlurm, marks=[pytest.mark.weekly, NEEDS_SLURM])])
+@pytest.mark.weekly
+@pytest.mark.parametrize("slurm", [SimulatedSlurm, pytest.param(RealSlurm, marks=NEEDS_SLURM)])
 def test_a_job_that_is_told_to_stop_and_one_that_is_killed_come_back(folder, whole, slurm):  # noqa: F811
     cluster = slurm(folder)
     try:

@@ -232,7 +232,7 @@ FEATURES: dict[str, Callable[..., None]] = {
 }
 ALONE = "FSDP2", "pipeline", "tune"  # start processes themselves
 LONG = "QAT", "static", "dynamic", "weight-only", "tune"  # half a minute to two
-SHORT = ("distilbert", "QAT"), ("audio", "static"), ("vae", "dynamic"), ("vae", "weight-only")
+SHORT = ("distilbert", "QAT"), ("audio", "static"), ("vae", "dynamic")
 
 NO_PERCEPTRON = r"has no perceptron to replace, .* Put MixtureOfExperts into the network's own code"
 NO_LAYERS = r"Give it a method pipeline_layers\(self\)"

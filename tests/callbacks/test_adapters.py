@@ -402,8 +402,14 @@ PRECISIONS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    ("precision", "base"),
+    [
+        pytest.param(precision, base, marks=[pytest.mark.weekly] if (row + column) % 2 else [])
+        for row, precision in enumerate(PRECISIONS)
+        for column, base in enumerate(BASES)
+    ],
+)
 def test_precisions(tmp_path, base, precision):
     module, export = Still(), Export("pt2", tmp_path / "model.pt2", compare=False)
     fit(module, LowRankAdapters(3, base=base), export, max_epochs=4, default_root_dir=tmp_path, **PRECISIONS[precision])

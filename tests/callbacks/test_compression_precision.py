@@ -32,7 +32,7 @@ class Plain(L.LightningModule):
     ("options", "dtype"),
     [
         ({"precision": "bf16-true"}, torch.bfloat16),
-        pytest.param({"precision": "64-true"}, torch.float64, marks=pytest.mark.slow),
+        pytest.param({"precision": "64-true"}, torch.float64, marks=[pytest.mark.slow, pytest.mark.weekly]),
         pytest.param({"plugins": [Bfloat16Precision()]}, torch.bfloat16, marks=pytest.mark.slow),
     ],
     ids=["bf16-true", "64-true", "Bfloat16Precision"],

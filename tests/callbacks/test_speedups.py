@@ -196,7 +196,7 @@ def test_an_iterable_dataset_gets_no_workers_that_would_repeat_it():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scope", ["children", "blocks"])
+@pytest.mark.parametrize("scope", [pytest.param("children", marks=pytest.mark.weekly), "blocks"])
 def test_compiled_modules_train_alike_and_keep_their_names(compiler, scope):
     torch._dynamo.reset()
     plain, graphs = fit(), torch._dynamo.utils.counters["stats"]

@@ -128,6 +128,7 @@ PRUNING = [
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")  # the test has no Distillation
+@pytest.mark.weekly
 def test_a_run_whose_channels_are_removed_goes_on_as_if_never_stopped(command, run_folder):
     fit = ["fit", *QUIET, "--data=DigitsDataModule", "--data.num_workers=0", *PRUNING]
     kept = Path("lightning_logs/version_0/checkpoints/kept.ckpt")

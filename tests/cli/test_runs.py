@@ -414,7 +414,11 @@ def test_config_with_sections_of_several_subcommands(command):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "program", [[sys.executable, "-m", "lightning_accel"], ["lightning-accel"]], ids=["m", "script"]
+    "program",
+    [
+        pytest.param([sys.executable, "-m", "lightning_accel"], id="m"),
+        pytest.param(["lightning-accel"], id="script", marks=pytest.mark.weekly),
+    ],
 )
 def test_both_programs_start_two_processes_with_own_module(own, program):
     """In a process of its own: sys.path, sys.argv and the launcher of further processes are the real ones."""

@@ -22,7 +22,7 @@ QUICK = "check_no_attributes_set_in_init", "check_estimators_pickle", "check_met
 
 
 def conformity():
-    """Parametrize over scikit-learn's checks, of which all but a few are slow."""
+    """Parametrize over scikit-learn's checks, of which all but a few are weekly."""
     estimators = [
         RBMTransformer(n_components=3, n_iter=2),
         DBNClassifier((8,), n_iter=2, finetune_n_iter=10),
@@ -32,7 +32,8 @@ def conformity():
     for case in cases:
         values, marks = (case.values, case.marks) if hasattr(case, "marks") else (case, ())
         is_quick = getattr(values[1], "func", values[1]).__name__ in QUICK
-        marked.append(pytest.param(*values, marks=[*marks, *([] if is_quick else [pytest.mark.slow])]))
+        rare = [] if is_quick else [pytest.mark.slow, pytest.mark.weekly]
+        marked.append(pytest.param(*values, marks=[*marks, *rare]))
     return pytest.mark.parametrize(names, marked, **mark.kwargs)
 
 

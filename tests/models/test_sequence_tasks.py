@@ -24,7 +24,7 @@ def parity_loader(num_sequences: int, shortest: int, longest: int):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", ["rnn", "gru", "lstm"])
+@pytest.mark.parametrize("cell", ["gru", *(pytest.param(cell, marks=pytest.mark.weekly) for cell in ("rnn", "lstm"))])
 def test_parity_of_up_to_40_bits_holds_for_up_to_256(cell):
     L.seed_everything(0)
     quiet = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False}

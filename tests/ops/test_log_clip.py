@@ -121,7 +121,9 @@ def test_forward_mode_through_a_plain_backward(straight_through):
 
 
 @modes
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.weekly])]
+)
 def test_compiles_whole(backend, straight_through):
     torch._dynamo.reset()
     call = partial(log_clip, clip_value=1e-3, straight_through=straight_through)

@@ -87,6 +87,7 @@ def test_two_processes(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_pipelines(tmp_path):
     compare(tmp_path, [("experts", "pipeline"), ("recurrent", "pipeline")], 2)
     compare(tmp_path, [("dense", "two pipelines")], 4)
@@ -112,9 +113,15 @@ def zoo_trainer(**options):
     return L.Trainer(**{**quiet, "enable_model_summary": False, "accelerator": "cpu", "devices": 1, **options})
 
 
-@pytest.mark.parametrize(
-    "name", [one if one in ("llama", "resnet", "gcn") else pytest.param(one, marks=pytest.mark.slow) for one in ZOO]
-)
+def networks() -> list[object]:
+    """Return the zoo: three networks by default, of the others every third slow, and the rest weekly."""
+    default = "llama", "resnet", "gcn"
+    others = [name for name in ZOO if name not in default]
+    rare = [pytest.mark.slow, pytest.mark.weekly]
+    return [*default, *(pytest.param(name, marks=rare[: 1 + (i % 3 > 0)]) for i, name in enumerate(others))]
+
+
+@pytest.mark.parametrize("name", networks())
 def test_networks_of_others(name, tmp_path):
     model = ZOO[name]
     if model.requires != "torch":

@@ -80,7 +80,11 @@ def test_a_process_leaves_its_group_at_exit_once_a_run_began(monkeypatch, enviro
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["AccelDDPStrategy", pytest.param("PipelineStrategy", marks=pytest.mark.weekly), "FullyShardedStrategy"]
+    "name",
+    [
+        "AccelDDPStrategy",
+        *(pytest.param(name, marks=pytest.mark.weekly) for name in ("PipelineStrategy", "FullyShardedStrategy")),
+    ],
 )
 def test_a_run_without_its_first_process_ends(name, tmp_path):
     script = (

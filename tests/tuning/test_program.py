@@ -109,6 +109,7 @@ def test_a_call_within_a_trial_is_told_from_a_run(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_a_script_without_a_guard_is_told_at_once(run_folder):
     (run_folder / "script.py").write_text(
         "from lightning_accel import tune\n"

@@ -124,6 +124,7 @@ def soon():
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_variants_that_do_not_fit_beside_each_other_take_turns_alone(tmp_path, server, monkeypatch):
     """Each starts again for its turn; where there is room, both stay."""
     if server is not None:

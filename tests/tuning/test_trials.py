@@ -85,6 +85,7 @@ def test_processes_are_forked_where_a_thousand_files_are_open(tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.weekly
 def test_a_trial_begins_with_the_allocator_of_its_changes(tmp_path, any_server):
     """And says whether batches have other shapes than the first."""
     name = next((one for one in ALLOCATORS if not why_no_allocator(one)), None)
@@ -153,6 +154,7 @@ def test_a_trial_that_fails_says_why(tmp_path, server, make, reason):
     assert group_is(variant, {"Z"})
 
 
+@pytest.mark.weekly
 def test_nothing_frozen_stays_behind_when_the_caller_is_killed(tmp_path, any_server):
     script = (
         "import os, sys, time\n"
@@ -203,6 +205,7 @@ def test_losses_of_a_variant_are_those_of_the_run(tmp_path, server):
     torch.testing.assert_close(torch.tensor(of_master_weights), torch.tensor(base), rtol=0.02, atol=0)
 
 
+@pytest.mark.weekly
 def test_a_server_that_ends_is_done_without(tmp_path, server):
     one = fork_server()
     first = Variant(project_of(foreign_run.works), Changes(), tmp_path / "first", one)
@@ -228,6 +231,7 @@ def test_processes_are_new_ones_where_forks_are_unsafe(monkeypatch):
     assert fork_server() is None
 
 
+@pytest.mark.weekly
 def test_memory_is_what_training_adds(tmp_path, server):
     """The activations of a batch, 137 MiB, are most of it; libraries, of some 400 MiB, are left out."""
     variants = [
@@ -264,6 +268,7 @@ def test_a_run_of_two_ranks_is_measured_and_frozen_as_one(tmp_path, server):
     assert group_is(variant, {"Z"})
 
 
+@pytest.mark.weekly
 def test_ranks_may_hold_shards_in_place_of_whole_parameters(tmp_path, server):
     project = project_of(foreign_run.two_ranks)
     base, moved, sharded = (

@@ -19,7 +19,8 @@ def small_form():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", ["fp32 eager", pytest.param("fp32 compiled", marks=pytest.mark.weekly), "fp32 ONNX Runtime"]
+    "kind",
+    ["fp32 eager", *(pytest.param(kind, marks=pytest.mark.weekly) for kind in ("fp32 compiled", "fp32 ONNX Runtime"))],
 )
 def test_memory_holds_the_weights_and_little_else(kind):
     module = nn.Sequential(*(nn.Linear(2000, 2000) for _ in range(4))).eval()
@@ -34,6 +35,7 @@ def test_memory_holds_the_weights_and_little_else(kind):
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_quantized_programs_are_loaded_and_run():
     pytest.importorskip("torchao")
     module = nn.Sequential(*(nn.Linear(2000, 2000) for _ in range(4))).eval()

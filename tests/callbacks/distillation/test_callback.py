@@ -678,8 +678,17 @@ def test_processes_train_as_one(tmp_path, strategy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "accel_fsdp2"])
-@pytest.mark.parametrize("name", ["classifier", "sequence", "language_model"])
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("classifier", "ddp"),
+        ("language_model", "accel_fsdp2"),
+        pytest.param("sequence", "ddp", marks=pytest.mark.weekly),
+        pytest.param("sequence", "accel_fsdp2", marks=pytest.mark.weekly),
+        pytest.param("classifier", "accel_fsdp2", marks=pytest.mark.weekly),
+        pytest.param("language_model", "ddp", marks=pytest.mark.weekly),
+    ],
+)
 def test_processes_train_our_own_as_one(tmp_path, name, strategy):
     run_ranks(check_split, name, strategy, tmp_path)
 

@@ -154,7 +154,7 @@ CASES = [(*way, moment) for way in WAYS for moment in MOMENTS]
 
 @pytest.mark.parametrize(
     ("scheduler", "accumulated", "moment"),
-    [pytest.param(*case, marks=[] if case in PAIRS else [pytest.mark.slow]) for case in CASES],
+    [pytest.param(*case, marks=[] if case in PAIRS else [pytest.mark.slow, pytest.mark.weekly]) for case in CASES],
 )
 def test_a_stopped_run_ends_as_the_whole_one(tmp_path, scheduler, accumulated, moment):
     check(tmp_path, MOMENTS[moment](), scheduler=scheduler, accumulated=accumulated)
@@ -202,10 +202,10 @@ def test_a_run_that_is_stopped_again_and_again(tmp_path):
     "options",
     [
         {},
-        {"scheduler": "plateau val", "accumulated": 2},
+        pytest.param({"scheduler": "plateau val", "accumulated": 2}, marks=pytest.mark.weekly),
         pytest.param({"scheduler": "plateau train", "val_check_interval": 2}, marks=pytest.mark.weekly),
         pytest.param({"scheduler": "plateau val", "max_steps": 13, "max_epochs": -1}, marks=pytest.mark.weekly),
-        {"check_val_every_n_epoch": 2, "max_epochs": 4},
+        pytest.param({"check_val_every_n_epoch": 2, "max_epochs": 4}, marks=pytest.mark.weekly),
     ],
 )
 def test_a_kill_after_any_checkpoint(tmp_path, options):

@@ -50,6 +50,9 @@ def most_probable(model: nn.Module, tokens: torch.Tensor, count: int) -> torch.T
     return tokens
 
 
+OFTEN = ("ours", "onnx"), ("mistral", "onnx"), ("gpt2", "pt2"), ("olmoe", "pt2")
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """Returns a model and the file of its decoder, which is written once."""
@@ -65,8 +68,14 @@ def written(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", ["pt2", "onnx"])
-@pytest.mark.parametrize("name", ["ours", "gpt2", "llama", "mistral", "qwen3", "olmoe"])
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [
+        pytest.param(name, format, marks=[] if (name, format) in OFTEN else [pytest.mark.weekly])
+        for name in ("ours", "gpt2", "llama", "mistral", "qwen3", "olmoe")
+        for format in ("pt2", "onnx")
+    ],
+)
 def test_files_continue_texts_as_whole_forward_passes_do(name, format, written):
     """Mistral's window of 8 tokens is shorter than the texts, and Llama's heads share keys and values."""
     model, path = written(name, format)
@@ -179,6 +188,7 @@ def test_layers_that_keep_states_are_refused():
 
 
 @SLOW
+@pytest.mark.weekly
 def test_quantized_decoders(tmp_path, uncompiled):
     model = model_of("llama")
     decoder = CachedDecoder(model, MAX_LENGTH).eval()
@@ -261,6 +271,7 @@ def test_the_decoder_is_written_in_the_form_that_is_fastest_at_a_token(one_file,
 
 
 @SLOW
+@pytest.mark.weekly
 def test_forms_made_of_single_texts_take_several(tmp_path):
     pytest.importorskip("onnxruntime")
     decoder = CachedDecoder(model_of("ours"), MAX_LENGTH).eval()

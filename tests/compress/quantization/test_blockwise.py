@@ -256,7 +256,8 @@ def experts_of_transformers(name):
     "name",
     [
         "ours",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gated", "OlmoeForCausalLM", "GptOssForCausalLM")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gated", "GptOssForCausalLM")),
+        pytest.param("OlmoeForCausalLM", marks=[pytest.mark.slow, pytest.mark.weekly]),
     ],
 )
 def test_products_of_experts_are_those_with_rounded_weights(name, monkeypatch):
@@ -367,7 +368,9 @@ def test_forms_of_models_above_the_size_of_a_file(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gpt2", "olmoe"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("llama", marks=pytest.mark.weekly), "gpt2", pytest.param("olmoe", marks=pytest.mark.weekly)]
+)
 def test_language_models_of_transformers(name):
     """Tied embeddings and grouped queries in Llama, weights of (inputs, outputs) in GPT-2, fused experts in OLMoE."""
     pytest.importorskip("transformers")

@@ -480,6 +480,7 @@ def test_options_that_are_none_are_refused():
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_all_forms_of_a_network():
     """Compiled: int8 within the steps of its grid, the file as small as it says, each size of batch."""
     module = nn.Sequential(

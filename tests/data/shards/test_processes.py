@@ -96,9 +96,8 @@ def test_a_run_of_two_processes_goes_on_with_one(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "end", [pytest.param("", marks=pytest.mark.weekly, id="end"), pytest.param("raise KeyError('x')", id="error")]
-)
+@pytest.mark.weekly
+@pytest.mark.parametrize("end", [pytest.param("", id="end"), pytest.param("raise KeyError('x')", id="error")])
 def test_a_process_ends_in_the_middle_of_reading(tmp_path, end):
     """Where a thread was cut off within a call of Arrow, one of six processes aborted."""
     pq.write_table(pa.table({"row": np.arange(200_000)}), tmp_path / "a.parquet", row_group_size=5000)

@@ -329,6 +329,7 @@ def test_stages_take_equal_times_where_the_module_has_an_example(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_processes_started_by_fork_hand_the_weights_back(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
