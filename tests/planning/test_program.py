@@ -68,6 +68,7 @@ def test_experts_are_distributed_in_equal_numbers(per_machine, machines, num_exp
     assert ({"shard_size": per_machine} in arguments) == (per_machine > 1 and machines > 1)
 
 
+@pytest.mark.slow
 def test_modules_that_say_how_they_split_their_weights_are_planned_so():
     """Processes that hold parts of the weights share a batch, as the stages of a pipeline do."""
     found = plan(run_of("split"), "2xL4-24GB")
@@ -81,6 +82,7 @@ def test_modules_that_say_how_they_split_their_weights_are_planned_so():
     assert not any("tensors" in one.name for one in candidates_for(Cluster(SMALL, 2, 2), 0, has_tensor_plan=True))
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_told_where_it_would(capsys):
     device = Device("small", 1100 * 2**20, {"fp32": 1e13}, 1e11, 1e10, 1e9)  # 1 GiB of it is for CUDA
     runs = run_of("dense", dim=640, depth=2)

@@ -159,6 +159,7 @@ def test_variants_that_do_not_fit_beside_each_other_take_turns_alone(tmp_path, s
     assert not (tmp_path / "trials").exists()
 
 
+@pytest.mark.slow
 def test_turns_are_kept_where_the_next_start_does_not_fit_into_the_budget(tmp_path, server, monkeypatch):
     """And what had no time to warm up does not count as warm."""
     variant = Variant(project_of(foreign_run.works), Changes(), tmp_path / "one", server)
@@ -183,6 +184,7 @@ def test_turns_are_kept_where_the_next_start_does_not_fit_into_the_budget(tmp_pa
         compare(Turns(), Turns(), least=3, **options)
 
 
+@pytest.mark.slow
 def test_a_planned_step_needs_as_much_as_one_that_trains(tmp_path, server):
     """Twice the samples add half of what four times as many add: activations and the batch, float32.
 

@@ -182,6 +182,7 @@ def check_copy_of_a_sharded_module_is_whole(rank):
     return [find_deployed(made, one, num_batches=9).inputs for one in (loader, undistributed(loader))]
 
 
+@pytest.mark.slow
 def test_copy_of_a_sharded_module_is_whole():
     """And is run on all rows of a loader that deals them to processes."""
     (own, everything), _ = run_ranks(check_copy_of_a_sharded_module_is_whole)

@@ -126,6 +126,7 @@ def test_forms_of_the_model_are_freed_before_those_of_its_decoder_are_made(maker
     assert quantize_decoder(decoder, [tokens()], judged, seconds=0.01).name == FAST
 
 
+@pytest.mark.slow
 def test_the_model_as_it_is_has_no_file_for_the_reason_that_its_program_has_none(makers):
     reasons = []
     for refused in ({}, {"fp32 compiled": "it needs memory"}):
