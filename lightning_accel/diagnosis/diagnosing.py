@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_accel.diagnosis.machine_tables import machine_tables
 from lightning_accel.measure import Machine, Rates, describe_machine, measure_rates
-from lightning_accel.measure.table import print_tables
+from lightning_accel.measure.table import Table, as_texts, print_tables
 
 if TYPE_CHECKING:  # a machine alone is measured without Lightning
     from lightning_accel.diagnosis.examination import Examined
@@ -27,20 +27,26 @@ class Diagnosis:
         findings: what slows the run, the most expensive first.
     """
 
-    machine: Machine
-    rates: Rates
-    run: "Examined | None" = None
+    machine: Machine = field(repr=False)
+    rates: Rates = field(repr=False)
+    run: "Examined | None" = field(default=None, repr=False)
     share_of_peak: float | None = None
     findings: "list[Finding]" = field(default_factory=list)
 
     def print(self) -> None:
         """Print it as tables, by rich where it is installed."""
+        print_tables(self._tables())
+
+    def __str__(self) -> str:
+        return as_texts(self._tables())
+
+    def _tables(self) -> list[Table]:
         tables = machine_tables(self.machine, self.rates)
         if self.run is not None:
             from lightning_accel.diagnosis.run_tables import run_tables
 
             tables += run_tables(self.run, self.share_of_peak, self.findings)
-        print_tables(tables)
+        return tables
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as values that JSON can hold; times are in ms, means of the steps."""

@@ -18,7 +18,7 @@ class Table(NamedTuple):
 def print_tables(tables: Sequence[Table]) -> None:
     """Print tables to stdout, as plain text where rich is not installed."""
     if find_spec("rich") is None:
-        print("\n\n".join(as_text(table) for table in tables))
+        print(as_texts(tables))
         return
     import rich.box
     import rich.console
@@ -38,6 +38,11 @@ def print_tables(tables: Sequence[Table]) -> None:
         for row in table.rows:
             shown.add_row(*map(rich.text.Text, row))  # as it is: brackets are no markup
         console.print(shown)
+
+
+def as_texts(tables: Sequence[Table]) -> str:
+    """Return tables as plain text, with a blank line between them."""
+    return "\n\n".join(map(as_text, tables))
 
 
 def as_text(table: Table) -> str:

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ class Plan:
     """
 
     cluster: Cluster
-    options: list[Option]
+    options: list[Option] = field(repr=False)
     fits_from: tuple[Candidate, Cluster] | None
     seconds: float
 
@@ -102,6 +102,12 @@ class Plan:
         from lightning_accel.planning.writing import plan_tables
 
         print_tables(plan_tables(self))
+
+    def __str__(self) -> str:
+        from lightning_accel.measure.table import as_texts
+        from lightning_accel.planning.writing import plan_tables
+
+        return as_texts(plan_tables(self))
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as values that JSON can hold."""

@@ -95,14 +95,14 @@ class Outcome:
         is_compared: whether what the chosen changes compute was compared; False if the search was interrupted before.
     """
 
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict, repr=False)
     steps_per_second: float = 0.0
-    alone: dict[str, Measurement] = field(default_factory=dict)
-    refused: list[Refusal] = field(default_factory=list)
+    alone: dict[str, Measurement] = field(default_factory=dict, repr=False)
+    refused: list[Refusal] = field(default_factory=list, repr=False)
     chosen: list[Factor] = field(default_factory=list)
-    without: dict[str, Measurement] = field(default_factory=dict)
-    added: dict[str, Measurement] = field(default_factory=dict)
-    verdicts: list[Verdict] = field(default_factory=list)
+    without: dict[str, Measurement] = field(default_factory=dict, repr=False)
+    added: dict[str, Measurement] = field(default_factory=dict, repr=False)
+    verdicts: list[Verdict] = field(default_factory=list, repr=False)
     proof: Measurement | None = None
     seconds: float = 0.0
     goal: Goal = "speed"

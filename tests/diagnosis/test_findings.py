@@ -441,7 +441,10 @@ def test_a_diagnosis_is_told_written_and_drawn(monkeypatch, clock, run_folder, c
     assert found.share_of_peak == pytest.approx(found.run.flops / sum(part_times(found.run.steps).values()) * 1e3 / 2e9)
     found.print()
     out = capsys.readouterr().out
-    assert all(text in out for text in ("callbacks and hooks", "slow hook", "of the measured peak", "optimizer states"))
+    for told in (out, str(found)):
+        parts = "callbacks and hooks", "slow hook", "of the measured peak", "optimizer states"
+        assert all(text in told for text in parts)
+    assert len(repr(found)) < 2000
     target = tmp_path_factory.mktemp("told")
     found.write_json(target / "x.json")
     told = json.loads((target / "x.json").read_text())

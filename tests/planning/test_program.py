@@ -112,6 +112,8 @@ def test_a_strategy_that_cannot_be_planned_says_why(capsys):
     assert found.options[-1].simulation is None
     found.print()
     assert "pipeline of 8: " in capsys.readouterr().out
+    assert "pipeline of 8: " in str(found)
+    assert len(repr(found)) < 1000
 
 
 class Normed(L.LightningModule):
