@@ -53,7 +53,7 @@ def _software(machine: Machine) -> Table:
 
 
 def _rates(rates: Rates) -> Table:
-    threads = f", {rates.threads} threads" if rates.device == "cpu" else ""
+    threads = f", {rates.threads} thread{'s' * (rates.threads != 1)}" if rates.device == "cpu" else ""
     rows = [
         (
             f"matrix products in {name}",
