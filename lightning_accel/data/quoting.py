@@ -30,10 +30,10 @@ def shown(value: Any, most: int = 60) -> str:
 def listed(names: Sequence[object], most: int = 20) -> str:
     """Join the first ``most`` names by commas, each shortened to 60 characters, and count the others.
 
-    >>> listed(["a", "b", "c"], most=2)
-    'a, b and 1 more'
+    >>> listed(["a", "b", "c"], most=2), listed(["no, never", "yes"])
+    ('a, b and 1 more', "'no, never', yes")
     """
-    return list_some([cut(name) for name in names], most)
+    return list_some([shown(name) if isinstance(name, str) and "," in name else cut(name) for name in names], most)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

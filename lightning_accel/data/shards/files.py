@@ -132,7 +132,9 @@ def find_files(location: str | Path) -> ShardFiles:
         several = ", ".join(f"{len(names)} {suffix}" for suffix, names in kinds.items())
         raise ValueError(f"{text} holds files of several kinds ({several}); name one, such as {text}/*{max(kinds)}")
     if not kinds and infos:
-        raise ValueError(f"no {', '.join(SUFFIXES)} file in {text}; it holds {listed([*infos], 3)}")
+        convert = ". Convert CSV files, as by pandas.read_csv(name).to_parquet(other)"
+        remedy = convert if any(name.lower().endswith(".csv") for name in infos) else ""
+        raise ValueError(f"no {', '.join(SUFFIXES)} file in {text}; it holds {listed([*infos], 3)}{remedy}")
     if not kinds and fs.exists(path):
         raise ValueError(f"{text} is a folder without a file; {', '.join(SUFFIXES)} files were needed")
     if not kinds:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,16 +11,20 @@ import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_accel.data.quoting import listed, shown
+from lightning_accel.data.shards.files import is_sharded
 
 if TYPE_CHECKING:
     import pandas as pd
 
 _FEWEST_ROWS = 20  # in fewer rows, such patterns are chance
 _FEWEST_REPEATS = 0.01  # share of the rows
+_CODES = -99.0, -999.0, -9999.0, -99999.0  # as people write missing values
 _FEWEST_MARKED = 5  # values with a mark that may be one of thousands
+_MOST_VERSIONS = 10_000  # rows that are looked at
 _FEWEST_DATES = 20  # different ones, each a feature
 _DAY, _MONTH, _TIME = r"(0?[1-9]|[12]\d|3[01])", r"(0?[1-9]|1[0-2])", r"([T ]+\d\d?:\d\d.*)?"
-_DATE = rf"(\d{{4}}([-/.]){_MONTH}\2{_DAY}|({_DAY}[-/.]{_MONTH}|{_MONTH}[-/.]{_DAY})[-/.]\d{{4}}){_TIME}"
+_DAY_OR_MONTH_FIRST = rf"({_DAY}[-/.]{_MONTH}|{_MONTH}[-/.]{_DAY})[-/.]\d{{4}}"
+_DATE = rf"(\d{{4}}([-/.]){_MONTH}\2{_DAY}|{_DAY_OR_MONTH_FIRST}|\d{{4}}-{_MONTH}){_TIME}"
 _FEWEST_OUTSIDE = 5  # new values that are all outside the range of the training rows, however near
 
 
@@ -53,13 +57,15 @@ def doubts_of_columns(
                 "row. If they number the rows, list the column under exclude: a model could only learn them by heart"
             )
         else:
-            yield from _doubt_of_code(features[name], path, "set csv.missing, as by --data.csv.missing={code:g}")
+            in_one_file = "set csv.missing, as by --data.csv.missing={code:g}"
+            remedy = "write null in the files" if is_sharded(path) else in_one_file
+            yield from _doubt_of_code(features[name], path, remedy)
 
 
-def doubts_of_dates(texts: Mapping[str, pd.Series], path: str | Path) -> Iterator[str]:
+def doubts_of_dates(texts: pd.DataFrame, path: str | Path) -> Iterator[str]:
     """Yield warnings of columns of texts that are dates, of which each becomes a feature."""
-    for name, column in texts.items():
-        values = column.drop_duplicates()
+    for name in texts:
+        values = texts[name].drop_duplicates()
         if len(values) >= _FEWEST_DATES and are_dates(values):
             dates = values[values.str.fullmatch(_DATE)]  # all but a text for a missing one
             yield (
@@ -115,6 +121,29 @@ def may_have_thousands(numbers: pd.Series) -> bool:
     return np.allclose(thousandths, thousandths.round(), rtol=0, atol=1e-6)
 
 
+def warn_of_versions(texts: pd.Series, path: Path) -> None:
+    """Warn of a column of numbers such as 3.8, 3.9 and 3.10, of which the last is read as 3.1."""
+    decimals = texts.dropna().str.strip().str.extract(r"^\d+\.(\d+)$")[0]
+    zeros = decimals.str.fullmatch(r"\d+0")
+    if decimals.notna().all() and zeros.any() and (decimals.str.len() == 1).any():
+        first = texts[zeros.idxmax()].strip()
+        rank_zero_warn(
+            f"column {shown(texts.name)} of {path} holds {shown(first)}, read as {float(first):g}, beside numbers with "
+            "one decimal. If they are versions, list the column under categorical"
+        )
+
+
+def may_be_versions(numbers: pd.Series) -> bool:
+    """Return whether a column has fractions of at most two digits, and no number that is whole."""
+    if numbers.dtype != np.float64:
+        return False
+    hundredths = 100 * numbers.dropna().to_numpy()[:_MOST_VERSIONS]
+    if not np.isfinite(hundredths).all():
+        return False
+    whole = hundredths.round()
+    return bool(np.allclose(hundredths, whole, rtol=0, atol=1e-6) and (whole % 100 != 0).all())
+
+
 def warn_of_new_numbers(features: pd.DataFrame, train: pd.DataFrame, path: Path) -> None:
     """Warn of columns of numbers that are missing, or in a range, where those of the training rows are not."""
     for name in train.columns:
@@ -164,17 +193,26 @@ def _counts_rows(numbers: np.ndarray) -> bool:
 
 
 def _far_value(numbers: np.ndarray) -> float | None:
-    """Return a least or largest number that repeats, 10 interquartile ranges of the others away from all of them.
+    """Return a least or largest number that repeats, far from all others.
+
+    Far are 10 interquartile ranges of the others. Of -99, -999 and so on, below others that are not negative, two
+    suffice at any distance.
 
     >>> _far_value(np.array([-999.0, *range(20, 60), -999]))
     -999.0
     >>> _far_value(np.array([-999.0, *range(20, 60)]))  # an outlier
+    >>> _far_value(np.array([-99.0, -99, *range(0, 9000, 10)]))
+    -99.0
     """
     for extreme in (numbers.min(initial=np.inf), numbers.max(initial=-np.inf)):
         is_extreme = numbers == extreme
-        if is_extreme.sum() < max(2, _FEWEST_REPEATS * len(numbers)) or is_extreme.all():
-            continue
         others = numbers[~is_extreme]
+        if is_extreme.sum() < 2 or not len(others):
+            continue
+        if extreme in _CODES and others.min() >= 0:
+            return float(extreme)
+        if is_extreme.sum() < _FEWEST_REPEATS * len(numbers):
+            continue
         low, high = np.quantile(others, [0.25, 0.75])
         if high > low and np.abs(others - extreme).min() > 10 * (high - low):
             return float(extreme)

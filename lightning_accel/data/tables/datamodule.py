@@ -41,7 +41,7 @@ from lightning_accel.data.tables.files import (
     require_present,
     split_in_three,
 )
-from lightning_accel.data.tables.leakage import warn_of_answers, warn_of_copies
+from lightning_accel.data.tables.leakage import doubts_of_answers, doubts_of_copies
 from lightning_accel.data.tables.sharded import ShardedTable, new_category_message
 from lightning_accel.data.tables.statistics import Target
 from lightning_accel.ops.extras import import_on_use
@@ -273,11 +273,11 @@ class TabularDataModule(InMemoryDataModule):
             texts = [name for name, number in is_number.items() if not number and name not in self.categorical]
             for doubt in (
                 *doubts_of_columns(features, train, self.path, quantity),
-                *doubts_of_dates({name: features[name] for name in texts}, self.path),
+                *doubts_of_dates(features[texts], self.path),
+                *doubts_of_copies(features, labels, train, np.concatenate([val, test]), self.path),
+                *doubts_of_answers(features.iloc[train], labels[train], self.path, self._is_quantity),
             ):
                 rank_zero_warn(doubt)
-            warn_of_copies(features, labels, train, np.concatenate([val, test]), self.path)
-            warn_of_answers(features.iloc[train], labels[train], self.path, self._is_quantity)
         self._warn_of_new_categories(features.iloc[np.concatenate([val, test])], self.path)
         self.predict_rows = BatchTensorDataset(self.test_rows.tensors[0])
         self.predict_columns = table.loc[test, kept].assign(file_row=test)[["file_row", *kept]]

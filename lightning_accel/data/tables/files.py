@@ -15,7 +15,14 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_accel.data.bounds import allowed_bytes, require_allowed, require_unpackable
 from lightning_accel.data.quoting import cut, lacking_column, listed, shown
-from lightning_accel.data.tables.column_checks import are_dates, may_have_thousands, warn_of_thousands
+from lightning_accel.data.shards.files import is_sharded
+from lightning_accel.data.tables.column_checks import (
+    are_dates,
+    may_be_versions,
+    may_have_thousands,
+    warn_of_thousands,
+    warn_of_versions,
+)
 from lightning_accel.ops.extras import import_on_use
 
 if TYPE_CHECKING:
@@ -44,7 +51,10 @@ _MOST_NUMBERS = 20  # different numbers that may be classes whatever they are
 _OTHER_SEPARATORS = ";\t|"
 # a number as people write it, and no version or address such as 10.0.1.1
 _FIGURE = r"(?!.*\.(\d{1,2}|\d{4,})\.)[$€£]? ?[-+]?[\d.,' ]*\d[\d.,' ]*[%$€£]?"
+_WITH_COMMA = r"[-+]?\d+(,\d+)+"
 _REMOVE_SIGNS = "Remove currency signs and marks of thousands"
+_SET_DECIMAL = "set csv.decimal, as by --data.csv.decimal ',', if the comma is the decimal mark"
+NO_DATES = "list it under exclude, or write year, month and day as columns of numbers"
 
 
 def read_table(
@@ -91,6 +101,10 @@ def read_table(
                 texts = pd.read_csv(path, sep=separator, usecols=doubtful, dtype=str, index_col=False)
                 for column in doubtful:
                     warn_of_thousands(table[column], texts[column], path, decimal)
+            if doubtful := [column for column in table if may_be_versions(table[column])]:
+                texts = pd.read_csv(path, sep=separator, usecols=doubtful, dtype=str, index_col=False, nrows=10_000)
+                for column in doubtful:
+                    warn_of_versions(texts[column], path)
     except pd.errors.EmptyDataError:
         raise ValueError(f"{path} is empty; a header and rows were needed") from None
     except (
@@ -283,7 +297,7 @@ def numbers_first(name: str) -> tuple[float, str]:
         return np.inf, name
 
 
-def holds_numbers(column: pd.Series, path: Path) -> bool:
+def holds_numbers(column: pd.Series, path: str | Path) -> bool:
     """Return whether every value of a column is a number; False if none is.
 
     Raises:
@@ -294,15 +308,16 @@ def holds_numbers(column: pd.Series, path: Path) -> bool:
     if pd.api.types.is_numeric_dtype(column) or pd.api.types.is_bool_dtype(column):
         return True
     if pd.api.types.is_datetime64_any_dtype(column) or pd.api.types.is_timedelta64_dtype(column):
-        raise ValueError(f"{where} holds dates; turn it into numbers first, or leave it out")
+        raise ValueError(f"{where} holds dates; {NO_DATES}")
     present = column.dropna()
     if present.map(lambda value: isinstance(value, list | dict | np.ndarray | bytes)).any():
-        raise ValueError(f"{where} holds lists or bytes; spread them over columns, or leave it out")
+        raise ValueError(f"{where} holds lists or bytes; spread them over columns, or list it under exclude")
     is_text = pd.to_numeric(present.astype(object), errors="coerce").isna()
     if is_text.any() and not is_text.all():
         wrong = is_text.reindex(column.index, fill_value=False)
         first = str(column[wrong].iloc[0])
-        remedy = _REMOVE_SIGNS if _is_figure(first) else "Mend the value, list it under csv.missing"
+        written = "write null" if is_sharded(path) else "list it under csv.missing"
+        remedy = _REMOVE_SIGNS if _is_figure(first) else f"Mend the value, {written}"
         raise ValueError(
             f"{where} holds {shown(first)} in {_first_row(wrong)}{_and_others(wrong)} among numbers. {remedy}, or list "
             "the column under categorical"
@@ -311,15 +326,13 @@ def holds_numbers(column: pd.Series, path: Path) -> bool:
     are_figures = is_text.any() and texts.str.fullmatch(_FIGURE).all()
     are_many = is_text.any() and len(present) > 20 and present.nunique() > len(present) / 2
     if (are_figures or are_many) and are_dates(texts):
-        raise ValueError(
-            f"{where} holds dates, such as {shown(texts.iloc[0])}; list it under exclude, or write year, month and day "
-            "as columns of numbers"
-        )
+        raise ValueError(f"{where} holds dates, such as {shown(texts.iloc[0])}; {NO_DATES}")
     if are_figures:
+        decimal = f"{_SET_DECIMAL}, " if _is_csv(path) and texts.str.fullmatch(_WITH_COMMA).any() else ""
         raise ValueError(
-            f"{where} holds {shown(str(present.iloc[0]))} and the like, which are no numbers as they are written; set "
-            "csv.decimal, as by --data.csv.decimal ',', if the comma is the decimal mark, rewrite them without "
-            "currency signs and marks of thousands, or list the column under categorical"
+            f"{where} holds {shown(str(present.iloc[0]))} and the like, which are no numbers as they are written. If "
+            f"they are amounts, {decimal}rewrite them without currency signs and marks of thousands; otherwise list "
+            "the column under exclude, or under categorical to make each text a feature"
         )
     if are_many:
         raise ValueError(
@@ -329,21 +342,27 @@ def holds_numbers(column: pd.Series, path: Path) -> bool:
     return not is_text.any()
 
 
-def as_numbers(column: pd.Series, path: Path, remedy: str | None = None) -> pd.Series:
+def as_numbers(column: pd.Series, path: str | Path, remedy: str | None = None) -> pd.Series:
     is_plain = isinstance(column.dtype, np.dtype) and column.dtype.kind in "biuf"
     numbers = column if is_plain else pd.to_numeric(column.astype(object), errors="coerce")
     numbers = numbers.astype(np.float64)
     wrong = (numbers.isna() & column.notna()) | (numbers.abs() > LARGEST)
     if wrong.any():
         first = str(column[wrong].iloc[0])
-        if remedy is None and re.fullmatch(r"[-+]?\d+,\d+", first):
-            remedy = "Set csv.decimal, as by --data.csv.decimal ',', if the comma is the decimal mark"
+        if remedy is None and _is_csv(path) and re.fullmatch(_WITH_COMMA, first):
+            remedy = _SET_DECIMAL[0].upper() + _SET_DECIMAL[1:]
+            if column[wrong].astype(str).str.fullmatch(r"[-+]?\d{1,3}(,\d{3})+").all():
+                remedy = f"{_REMOVE_SIGNS} if {first.replace(',', '')} is meant; {_SET_DECIMAL}"
         remedy = remedy or (_REMOVE_SIGNS if _is_figure(first) else "Mend the value, or list it under csv.missing")
         raise ValueError(
             f"column {shown(column.name)} of {path} must hold numbers of at most {LARGEST:g}; got {shown(first)} in "
             f"{_first_row(wrong)}{_and_others(wrong)}. {remedy}"
         )
     return numbers
+
+
+def _is_csv(path: str | Path) -> bool:
+    return str(path).lower().endswith((".csv", ".csv.gz"))
 
 
 def _is_figure(text: str) -> bool:
@@ -356,7 +375,7 @@ def _and_others(wrong: pd.Series) -> str:
     return f" and {wrong.sum() - 1} more of {len(wrong)} values" if wrong.sum() > 1 else ""
 
 
-def as_text(column: pd.Series, path: Path) -> pd.Series:
+def as_text(column: pd.Series, path: str | Path) -> pd.Series:
     """Convert the values to texts, missing ones to ``<missing>``.
 
     Raises:

@@ -1,12 +1,12 @@
-"""Warnings of rows that are copies of training rows, and of columns that tell the target on their own."""
+"""Doubts about rows that are copies of training rows, and of columns that tell the target on their own."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_accel.data.quoting import listed
 from lightning_accel.ops.extras import import_on_use
@@ -22,12 +22,13 @@ _MOST_NUMBERS = 20  # rows that differ in so few numbers coincide by chance
 _FEWEST_ROWS = 20  # in fewer rows, a column agrees with the target by chance
 _ROWS_OF_A_VALUE = 20
 _LARGEST_CORRELATION = 0.9999
+_LEAST_CHANCE = 1e-6
 
 
-def warn_of_copies(
-    features: pd.DataFrame, target: np.ndarray, train: np.ndarray, held_out: np.ndarray, path: Path
-) -> None:
-    """Warn if 5 % of the rows ``held_out``, and five or more, are copies of training rows.
+def doubts_of_copies(
+    features: pd.DataFrame, target: np.ndarray, train: np.ndarray, held_out: np.ndarray, path: str | Path
+) -> Iterator[str]:
+    """Yield a warning if 5 % of the rows ``held_out``, and five or more, are copies of training rows.
 
     A copy equals a training row in all features and the target, and has a number that no other training row has than
     its copies, in a column of more than 20 numbers. Rows of few different values are equal by chance, and not counted.
@@ -46,19 +47,21 @@ def warn_of_copies(
             is_rare |= numbers.iloc[held_out].map(holders).eq(1).to_numpy()
     count = int((is_equal & is_rare).sum())
     if count >= fewest:
-        rank_zero_warn(
+        yield (
             f"{count} of the {len(held_out)} rows of {path} that validate and test ({count / len(held_out):.0%}) are "
             "copies of training rows, equal in all features and the target, so that metrics are in part those of rows "
             "that the model has trained on. Unless they are separate samples, remove repeated rows from the file"
         )
 
 
-def warn_of_answers(features: pd.DataFrame, target: np.ndarray, path: Path, is_quantity: bool) -> None:
-    """Warn of columns that tell the target of the training rows on their own, if there are others and over 20 rows.
+def doubts_of_answers(features: pd.DataFrame, target: np.ndarray, path: str | Path, is_quantity: bool) -> Iterator[str]:
+    """Yield a warning of columns that tell the target of the training rows on their own.
 
-    A column tells a quantity if the absolute value of their correlation exceeds 0.9999. It tells the class if each of
-    its values is in rows of one class alone, and there are as many values as classes, as in a copy, or 20 rows for each
-    value. A number that separates the classes at a threshold has more values, and is not named.
+    There must be other columns, and more than 20 rows. A column tells a quantity if the absolute value of their
+    correlation, or of that of their ranks, exceeds 0.9999. It tells the class if each of its values is in rows of one
+    class alone, and there are as many values as classes, as in a copy, or 20 rows for each value; or if it holds texts,
+    and classes drawn at random would be as pure less than once in a million. A number that separates the classes at a
+    threshold has more values, and is not named.
 
     Args:
         features: training rows.
@@ -72,8 +75,9 @@ def warn_of_answers(features: pd.DataFrame, target: np.ndarray, path: Path, is_q
         return
     tells = _tells_quantity if is_quantity else _tells_class
     if answers := [name for name in features if tells(features[name], target)]:
-        what = "a correlation above 0.9999 with it" if is_quantity else "each value in rows of one class alone"
-        rank_zero_warn(
+        of_quantity = "a correlation above 0.9999 with it, or of ranks"
+        what = of_quantity if is_quantity else "each value in rows of one class alone"
+        yield (
             f"columns of {path} that tell the target of the training rows on their own, with {what}: "
             f"{listed(answers, 5)}. If one is made of the target, or not known where the target is to be predicted, "
             "list it under exclude"
@@ -87,12 +91,17 @@ def _tells_quantity(column: pd.Series, target: np.ndarray) -> bool:
     numbers, targets = column.to_numpy()[present], target[present]
     if len(numbers) <= _FEWEST_ROWS or np.ptp(numbers) == 0 or np.ptp(targets) == 0:
         return False
-    return bool(abs(np.corrcoef(numbers, targets)[0, 1]) > _LARGEST_CORRELATION)
+    ranks = pd.Series(numbers).rank(), pd.Series(targets).rank()
+    return any(abs(np.corrcoef(a, b)[0, 1]) > _LARGEST_CORRELATION for a, b in ((numbers, targets), ranks))
 
 
 def _tells_class(column: pd.Series, target: np.ndarray) -> bool:
-    most_values = max(len(np.unique(target)), len(target) / _ROWS_OF_A_VALUE)
-    if column.nunique(dropna=False) > most_values:
+    groups = pd.Series(target).groupby(column.to_numpy(), dropna=False)
+    if not (groups.nunique() == 1).all():
         return False
-    classes = pd.Series(target).groupby(column.to_numpy(), dropna=False).nunique()
-    return bool((classes == 1).all())
+    most_values = max(len(np.unique(target)), len(target) / _ROWS_OF_A_VALUE)
+    if column.nunique(dropna=False) <= most_values:
+        return True
+    shares = np.unique(target, return_counts=True)[1] / len(target)
+    by_chance = np.log((shares[:, None] ** groups.size().to_numpy()).sum(0)).sum()
+    return column.dtype != np.float64 and bool(by_chance < np.log(_LEAST_CHANCE))

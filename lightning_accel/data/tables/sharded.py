@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,19 +18,30 @@ from lightning_accel.data.shards.blocks import Blocks, find_blocks
 from lightning_accel.data.shards.options import ShardOptions
 from lightning_accel.data.shards.reader import ReadOptions
 from lightning_accel.data.shards.splits import Split, split_blocks
+from lightning_accel.data.tables.column_checks import doubts_of_columns, doubts_of_dates
 from lightning_accel.data.tables.columns import (
     codes_of_column,
     numbers_of_column,
     quantities_of_column,
     texts_of_column,
 )
-from lightning_accel.data.tables.statistics import MISSING, Target, holds_numbers_in, table_statistics
+from lightning_accel.data.tables.files import as_text, holds_numbers
+from lightning_accel.data.tables.leakage import doubts_of_answers, doubts_of_copies
+from lightning_accel.data.tables.statistics import (
+    MISSING,
+    TableStatistics,
+    Target,
+    holds_numbers_in,
+    table_statistics,
+)
 from lightning_accel.data.whole_files import kept_json
 from lightning_accel.ops.extras import import_on_use
 
 if TYPE_CHECKING:
+    import pandas as pd
     import pyarrow as pa
 else:
+    pd = import_on_use("pandas")
     pa = import_on_use("pyarrow")
 
 
@@ -74,9 +85,9 @@ class ShardedTable:
         made_of = blocks.digest(), blocks.files.versions, features, [*categorical], [*target], splits["train"].tolist()
 
         def collect() -> list[Any]:
-            statistics = table_statistics(blocks, splits["train"], features, categorical, target)
-            doubts = list(statistics.doubts(location, categorical))
-            return [statistics.classes, statistics.target_moments, statistics.encoding(), doubts]
+            found = table_statistics(blocks, splits["train"], features, categorical, target)
+            doubts = list(_doubts(found, blocks, features, categorical, target, location))
+            return [found.classes, found.target_moments, found.encoding(), doubts]
 
         kept = kept_json(options.cache_dir, (*made_of, "doubts"), collect)  # files of older versions have none
         self.class_names, self.target_moments, encoding, self.doubts = kept
@@ -111,6 +122,43 @@ class ShardedTable:
                     f"column {shown(column['name'])} of {location} holds texts; the training rows have numbers there"
                 )
         return blocks
+
+
+def _doubts(
+    statistics: TableStatistics,
+    blocks: Blocks,
+    features: Sequence[str],
+    categorical: Sequence[str],
+    target: Target,
+    location: str | Path,
+) -> Iterator[str]:
+    """Yield warnings as of tables in one file, on the sample of rows; copies are looked for if these are all rows.
+
+    Raises:
+        ValueError: if a column of texts holds numbers that are not parsed as they are written, or hardly repeats.
+    """
+    sample, trains = statistics.sample, statistics.trains
+    columns = dict[str, Any]()
+    for name in features:
+        if name in statistics.numbers:
+            columns[name] = numbers_of_column(sample[name], name, lambda: str(location))
+            continue
+        columns[name] = as_text(sample[name].to_pandas(), location)
+        if name not in categorical:
+            holds_numbers(sample[name].to_pandas(), location)
+    table = pd.DataFrame(columns)
+    if target.is_quantity:
+        answers = numbers_of_column(sample[target.name], target.name, lambda: str(location))
+    else:
+        answers, _ = texts_of_column(sample[target.name])
+    train, held_out = np.flatnonzero(trains), np.flatnonzero(~trains)
+    yield from doubts_of_columns(
+        table, train, location, pd.Series(answers, name=target.name) if target.is_quantity else None
+    )
+    yield from doubts_of_dates(table[[name for name in statistics.texts if name not in categorical]], location)
+    if len(sample) == int(blocks.rows.sum()):
+        yield from doubts_of_copies(table, answers, train, held_out, location)
+    yield from doubts_of_answers(table.iloc[train], answers[train], location, target.is_quantity)
 
 
 class TableEncoder:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,17 +15,14 @@ import numpy as np
 from lightning_accel.data.quoting import shown
 from lightning_accel.data.shards.blocks import Blocks
 from lightning_accel.data.shards.moments import Moments
-from lightning_accel.data.tables.column_checks import doubts_of_columns, doubts_of_dates
 from lightning_accel.data.tables.columns import numbers_of_column, require_classes, texts_of_column
-from lightning_accel.data.tables.files import A_QUANTITY
+from lightning_accel.data.tables.files import A_QUANTITY, NO_DATES
 from lightning_accel.ops.extras import import_on_use
 
 if TYPE_CHECKING:
-    import pandas as pd
     import pyarrow as pa
     import pyarrow.compute as pc
 else:
-    pd = import_on_use("pandas")
     pa = import_on_use("pyarrow")
     pc = import_on_use("pyarrow.compute")
 
@@ -35,6 +31,7 @@ MISSING = "<missing>"
 _MOST_TEXTS = 1000  # different texts of a column, each of which is a feature
 _MOST_CATEGORIES = 1 << 16  # the same, of a column that is named as categorical
 _SAMPLE = 1 << 24  # values of all columns of which medians are taken
+_SAMPLE_OF_ROWS = 1 << 20  # values of the rows that are looked at as those of one file are
 
 
 @dataclass
@@ -51,19 +48,13 @@ class NumberStatistics:
         self.sample += other.sample
 
     @property
-    def sampled(self) -> np.ndarray:
-        """Return the sample as one array, NaN where a number is missing."""
-        return np.concatenate([*self.sample, np.empty(0)])
-
-    @property
     def missing_share(self) -> float:
         return self.missing / (self.missing + self.moments.count)
 
     @property
     def median(self) -> float:
-        sample = self.sampled
-        present = sample[~np.isnan(sample)]
-        return float(np.median(present)) if len(present) else 0.0
+        sample = np.concatenate([*self.sample, np.empty(0)])
+        return float(np.median(sample)) if len(sample) else 0.0
 
     def filled(self, value: float) -> tuple[float, float]:
         """Return mean and standard deviation with ``value`` for what is missing; the latter 1 if all are equal."""
@@ -87,34 +78,17 @@ class TableStatistics:
         numbers: statistics of each numeric column.
         texts: categories of each other column, sorted.
         classes: names of the classes, sorted; None for a quantity.
-        quantity: statistics of a target that is a quantity; None for classes.
-        target: name of the target's column.
+        target_moments: mean and standard deviation of a quantity; None for classes.
+        sample: evenly spaced rows of all blocks, with the target; all rows where they are few.
+        trains: which of these train.
     """
 
     numbers: dict[str, NumberStatistics]
     texts: dict[str, list[str]]
     classes: list[str] | None
-    quantity: NumberStatistics | None
-    target: str
-
-    @property
-    def target_moments(self) -> tuple[float, float] | None:
-        """Return mean and standard deviation of a quantity; None for classes."""
-        if self.quantity is None:
-            return None
-        return float(self.quantity.moments.mean[0]), float(self.quantity.moments.std[0])
-
-    def doubts(self, location: str | Path, categorical: Sequence[str]) -> Iterator[str]:
-        """Yield warnings of columns, as of tables in one file: of all training rows, or of the sample of them."""
-        samples = {name: one.sampled for name, one in self.numbers.items()}
-        rows = len(next(iter(samples.values()), (0, 0)))
-        columns = pd.DataFrame(samples, index=range(rows))
-        for name, found in self.texts.items():  # of these, doubts ask alone whether they differ
-            columns[name] = found[:1] * (rows - 1) + found[-1:]
-        quantity = None if self.quantity is None else pd.Series(self.quantity.sampled, name=self.target)
-        yield from doubts_of_columns(columns, np.arange(rows), location, quantity)
-        texts = {name: pd.Series(found) for name, found in self.texts.items() if name not in categorical}
-        yield from doubts_of_dates(texts, location)
+    target_moments: tuple[float, float] | None
+    sample: pa.Table
+    trains: np.ndarray
 
     def encoding(self) -> dict[str, Any]:
         """Return the arguments of the :class:`~lightning_accel.data.preprocessing.RawColumns` that encodes rows."""
@@ -150,24 +124,26 @@ def table_statistics(
         raise ValueError(f"{where} holds texts; target_kind='regression' needs numbers. Leave it out for classes")
     total = int(blocks.rows[train].sum())
     share = min(1.0, _SAMPLE / max(1, sum(is_number.values())) / total)
-    read = partial(_block_statistics, blocks, is_number, target, share)
+    share_of_rows = min(1.0, _SAMPLE_OF_ROWS / (1 + len(features)) / int(blocks.rows.sum()))
+    read = partial(_block_statistics, blocks, is_number, target, share, share_of_rows)
     numbers = {name: NumberStatistics() for name, number in is_number.items() if number}
     texts: dict[str, set[str]] = {name: set() for name, number in is_number.items() if not number}
     trains = np.isin(np.arange(len(blocks)), train)
     classes: tuple[set[str], set[str]] = set(), set()
-    quantity = NumberStatistics()
+    moments = Moments()
+    samples = list[pa.Table]()
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         for of_training, found in zip(trains.tolist(), pool.map(read, range(len(blocks))), strict=True):
             classes[of_training].update(found.classes)
+            samples.append(found.rows)
             if of_training:
-                quantity.add(found.quantity)
+                moments.add(found.quantities)
             for name, one in found.numbers.items() if of_training else ():
                 numbers[name].add(one)
             for name, names in found.texts.items() if of_training else ():
                 texts[name].update(names)
                 _require_few(texts[name], name, blocks, name in categorical)
     found_classes = None if target.is_quantity else require_classes(*classes, where, A_QUANTITY)
-    moments = quantity.moments
     if target.is_quantity and moments.deviation[0] <= moments.count * (1e-12 * moments.mean[0]) ** 2:
         raise ValueError(f"{where} holds one number only, {moments.mean[0]:g}; two or more are needed")
     for name in texts.keys() - {*categorical}:
@@ -177,8 +153,10 @@ def table_statistics(
                 f"column {shown(name)} of {blocks.files.root} holds {shown(min(present))} and the like, numbers that "
                 "are written as texts; write them as numbers, or list the column under categorical"
             )
+    of_target = (float(moments.mean[0]), float(moments.std[0])) if target.is_quantity else None
     categories = {name: sorted(found) for name, found in texts.items()}
-    return TableStatistics(numbers, categories, found_classes, quantity if target.is_quantity else None, target.name)
+    sample, lengths = pa.concat_tables(samples), [len(rows) for rows in samples]
+    return TableStatistics(numbers, categories, found_classes, of_target, sample, np.repeat(trains, lengths))
 
 
 def holds_numbers_in(blocks: Blocks, name: str) -> bool:
@@ -190,9 +168,9 @@ def holds_numbers_in(blocks: Blocks, name: str) -> bool:
     kind = blocks.schema.field(name).type
     where = f"column {shown(name)} of {blocks.files.root}"
     if pa.types.is_temporal(kind):
-        raise ValueError(f"{where} holds dates; turn it into numbers first, or leave it out")
+        raise ValueError(f"{where} holds dates; {NO_DATES}")
     if not (pa.types.is_primitive(kind) or pa.types.is_decimal(kind) or pa.types.is_null(kind) or _is_text(kind)):
-        raise ValueError(f"{where} holds lists or bytes ({kind}); spread them over columns, or leave it out")
+        raise ValueError(f"{where} holds lists or bytes ({kind}); spread them over columns, or list it under exclude")
     return not _is_text(kind)
 
 
@@ -208,15 +186,18 @@ def _is_number(text: str) -> bool:
 
 
 class _Found(NamedTuple):
-    """Hold statistics of the numbers, the different texts, and the classes or quantities of a block."""
+    """Hold statistics of the numbers, the different texts, the classes or quantities, and some rows of a block."""
 
     numbers: dict[str, NumberStatistics]
     texts: dict[str, list[str]]
     classes: list[str]
-    quantity: NumberStatistics
+    quantities: Moments
+    rows: pa.Table
 
 
-def _block_statistics(blocks: Blocks, is_number: dict[str, bool], target: Target, share: float, block: int) -> _Found:
+def _block_statistics(
+    blocks: Blocks, is_number: dict[str, bool], target: Target, share: float, share_of_rows: float, block: int
+) -> _Found:
     table = blocks.read(block, [*is_number, target.name])
     codes, classes = texts_of_column(table[target.name])
     if (codes < 0).any():
@@ -225,28 +206,32 @@ def _block_statistics(blocks: Blocks, is_number: dict[str, bool], target: Target
             f"values, the first in its row {int((codes < 0).argmax())} (from 0). Remove those rows, or predict them "
             "with predict_path"
         )
-    rows = np.unique(np.linspace(0, len(codes) - 1, max(1, round(share * len(codes)))).astype(np.int64))
-    quantity = NumberStatistics()
+    quantities = Moments()
     if target.is_quantity:
         column = numbers_of_column(table[target.name], target.name, partial(blocks.name_of, block))
-        classes, quantity = [], NumberStatistics(Moments.of(column[:, None]), 0, [column[rows]])
+        classes, quantities = [], Moments.of(column[:, None])
     numbers, texts = dict[str, NumberStatistics](), dict[str, list[str]]()
+    rows = _evenly_spaced(len(codes), share)
     for name, number in is_number.items():
         if number:
             found = numbers_of_column(table[name], name, partial(blocks.name_of, block))
             there = ~np.isnan(found)
             moments = Moments.of(found[there][:, None])
-            numbers[name] = NumberStatistics(moments, int((~there).sum()), [found[rows]])
+            numbers[name] = NumberStatistics(moments, int((~there).sum()), [found[rows][there[rows]]])
         else:
             codes, names = texts_of_column(table[name])
             texts[name] = [*names, *([MISSING] if (codes < 0).any() else [])]
-    return _Found(numbers, texts, classes, quantity)
+    return _Found(numbers, texts, classes, quantities, table.take(_evenly_spaced(len(codes), share_of_rows)))
+
+
+def _evenly_spaced(length: int, share: float) -> np.ndarray:
+    return np.unique(np.linspace(0, length - 1, max(1, round(share * length))).astype(np.int64))
 
 
 def _require_few(texts: set[str], name: str, blocks: Blocks, is_named: bool) -> None:
     if len(texts) > (most := _MOST_CATEGORIES if is_named else _MOST_TEXTS):
         remedy = "" if is_named else ", or list it under categorical to make each text a feature"
         raise ValueError(
-            f"column {shown(name)} of {blocks.files.root} holds more than {most} different texts; leave it out if it "
-            f"is a key{remedy}"
+            f"column {shown(name)} of {blocks.files.root} holds more than {most} different texts; list it under "
+            f"exclude if it is a key{remedy}"
         )

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_accel.data import CSVFormat, TabularDataModule
+from lightning_accel.data.tables.leakage import doubts_of_answers
 
 
 @pytest.fixture
@@ -324,22 +325,26 @@ def test_columns_that_tell_the_class_are_told(make, table, copy):
 
 
 def test_codes_of_many_rows_each_tell_the_class_and_measures_do_not(make, table):
-    """Breeds tell the species, if there are many rows of each; a threshold on a measure may, too, and is no answer."""
+    """Breeds tell the species, unless this may be chance; a threshold on a measure may, too, and is no answer."""
     many = pd.concat([table] * 4, ignore_index=True)
     breed = many["kind"] + (many.index % 2).astype(str)
     (answers,) = warnings_of_answers(make, many.assign(breed=breed))
     assert ": breed. If" in answers
-    assert warnings_of_answers(make, table.assign(breed=breed.head(60))) == []
+    assert len(warnings_of_answers(make, table.assign(breed=breed.head(60)))) == 1
+    own = pd.DataFrame({"own": list(map(str, [*range(18), *"aabbcc"])), "x": 1.0})
+    assert list(doubts_of_answers(own, np.arange(24) // 2 % 3, "own.csv", is_quantity=False)) == []
     measure = many["kind"].map({"oak": 9.0, "ash": 4, "elm": 1}) + np.arange(240) % 20 / 10
     assert warnings_of_answers(make, many.assign(measure=measure)) == []
 
 
 def test_columns_that_tell_the_quantity_are_told(make, table):
     noise = np.random.default_rng(0).normal(size=60)
-    prices = table.assign(price=100 + noise, tax=7 - 0.2 * noise, weight=noise + 0.1 * noise[::-1])
+    prices = table.assign(
+        price=100 + noise, tax=7 - 0.2 * noise, weight=noise + 0.1 * noise[::-1], log=np.log(100 + 30 * noise)
+    )
     options = {"target": "price", "target_kind": "regression", "exclude": ["key", "kind"]}
     (answers,) = warnings_of_answers(make, prices, **options)
-    assert "with a correlation above 0.9999 with it: tax. If" in answers
+    assert "with a correlation above 0.9999 with it, or of ranks: tax, log. If" in answers
 
 
 def test_a_quantity_is_read_in_the_unit_of_the_file(make, table):
@@ -421,6 +426,22 @@ def test_marks_that_may_be_of_thousands_are_told(make, mark):
     options = {"target": "price", "target_kind": "regression", "exclude": [], "csv": {"decimal": mark}}
     with pytest.warns(UserWarning, match=rf"'price' of .* holds '618\{mark}695' .* read as 618\.695, .* if 618695 is"):
         make("\n".join(["price,size", *lines]), **options)
+
+
+def test_versions_that_are_read_as_decimal_numbers_are_told(make):
+    """And prices of two decimals each, or of one or two, are not."""
+    for versions, message in (
+        (["3.8", "3.9", "3.10"], "holds '3.10', read as 3.1, beside numbers with one decimal. If they are versions"),
+        (["3.80", "3.90", "3.10"], ""),
+        (["3.8", "3.9", "3.11"], ""),
+        (["3.0", "3.9", "3.11"], ""),
+    ):
+        rows = "".join(f"{kind},{version}\n" for version in versions for kind in ("oak", "ash") * 9)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            make(f"kind,python\n{rows}", exclude=[])
+        told = [str(one.message) for one in caught]
+        assert [message in one for one in told] == [True] * bool(message)
 
 
 @pytest.mark.parametrize("odd", ["0.618", "1.5", "1234", "1234.567"])
@@ -539,6 +560,11 @@ def test_only_rows_of_the_test_split_may_change_after_a_checkpoint(make, table):
             "kind,price\n" + "oak,618.695 €\nash,1.067.910 €\n" * 9,
             {"target": "price", "target_kind": "regression"},
             r"got '618.695 €' in row 0 \(from 0\) and 17 more of 18 values\. Remove currency signs and marks of thous",
+        ),
+        (
+            "kind;price\n" + "oak;618,695\nash;1,067,910\n" * 9,
+            {"target": "price", "target_kind": "regression"},
+            r"Remove currency signs and marks of thousands if 618695 is meant; set csv\.decimal, as by",
         ),
         ("kind,width\n" + "oak,1\n" * 9, {}, r"one class only, 'oak'"),
         ("kind,width\n" + "oak,1\nash,2\n" * 9 + "elm,3\n", {}, r"'elm' has 1 rows; each needs 3.* out$"),

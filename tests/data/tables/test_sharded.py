@@ -114,6 +114,16 @@ def test_medians_of_many_rows_are_those_of_a_sample(tmp_path, flowers, monkeypat
     assert data._table.encoder.median[0].item() != np.median(length)
 
 
+def doubts_told(folder, **options):
+    data = TabularDataModule(folder, shards=ShardOptions(cache_dir=folder.parent / "cache"), **options)
+    data.trainer = L.Trainer(logger=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        data.prepare_data()
+        data.setup()
+    return [str(one.message).replace(str(folder), "ROWS") for one in caught]
+
+
 def test_doubtful_columns_are_told_as_of_one_file_at_each_start(tmp_path):
     rng = np.random.default_rng(0)
     table = pa.table(
@@ -128,30 +138,45 @@ def test_doubtful_columns_are_told_as_of_one_file_at_each_start(tmp_path):
         }
     )
     folder = folder_of(tmp_path / "rows", table)
-    told = []
-    for _ in range(2):  # the second reads what the first has kept
-        data = TabularDataModule(
-            folder,
-            "price",
-            target_kind="regression",
-            categorical="month",
-            shards=ShardOptions(cache_dir=tmp_path / "cache"),
-        )
-        data.trainer = L.Trainer(logger=False)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            data.prepare_data()
-            data.setup()
-        told.append([str(one.message).replace(str(folder), "ROWS") for one in caught])
+    options = {"target": "price", "target_kind": "regression", "categorical": "month"}
+    told = [doubts_told(folder, **options) for _ in range(2)]  # the second reads what the first has kept
     assert told[0] == told[1]
     starts = [
         "column 'price' of ROWS holds -1e+06 in ",
         "columns of ROWS that are empty or hold one value in all training rows: same, place.",
+        "column 'key' of ROWS holds the numbers 0 to 399, each in one row",
         "column 'weight' of ROWS holds -999 in ",
         "column 'day' of ROWS holds 25 texts that are dates",
     ]
     assert len(told[0]) == len(starts)
     assert all(one.startswith(start) for one, start in zip(told[0], starts, strict=True))
+
+
+def test_copies_and_answers_are_told_as_of_one_file(tmp_path, monkeypatch):
+    kinds = ["oak", "ash"] * 50
+    part = pa.table({"width": np.random.default_rng(0).normal(size=100), "code": [kind[0] for kind in kinds]})
+    folder = folder_of(tmp_path / "rows", pa.concat_tables([part.append_column("kind", [kinds])] * 4))
+    copies, answers = doubts_told(folder, target="kind")
+    assert "rows of ROWS that validate and test (100%) are copies of training rows" in copies
+    assert "on their own, with each value in rows of one class alone: code. If" in answers
+    monkeypatch.setattr(statistics, "_SAMPLE_OF_ROWS", 600)  # copies of rows that are not looked at are not seen
+    data = TabularDataModule(folder, "kind", shards=ShardOptions(cache_dir=tmp_path / "other"))
+    data.setup()
+    assert data._table.doubts == [answers.replace("ROWS", str(folder))]
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ("{},466", r"holds '0,466' and the like, which are no numbers .* marks of thousands; otherwise"),
+        ("k{}", r"holds 400 different texts in 400 rows; list it under exclude if it is a key"),
+    ],
+)
+def test_texts_that_are_numbers_or_keys_are_refused_as_in_one_file(tmp_path, flowers, texts, message):
+    folder = folder_of(tmp_path / "rows", changed(flowers, odd=pa.array([texts.format(row) for row in range(400)])))
+    with pytest.raises(ValueError, match=message):
+        data_of(folder).setup()
+    data_of(folder, categorical=["odd", "zone"]).setup()
 
 
 def test_a_module_trains_and_a_checkpoint_of_another_split_is_refused(tmp_path, flowers):
@@ -285,7 +310,7 @@ def test_keys_are_refused_and_classes_that_do_not_train(tmp_path, flowers, monke
     monkeypatch.setattr(statistics, "_MOST_TEXTS", 50)
     folder = folder_of(tmp_path / "keys", changed(flowers, key=pa.array([f"k{row}" for row in range(400)])))
     with pytest.raises(
-        ValueError, match=r"column 'key' of .* holds more than 50 different texts; leave it out if it is a"
+        ValueError, match=r"column 'key' of .* holds more than 50 different texts; list it under exclude if it is a"
     ):
         data_of(folder).setup()
     data_of(folder, exclude="key").setup()
