@@ -123,10 +123,11 @@ def may_have_thousands(numbers: pd.Series) -> bool:
 
 def warn_of_versions(texts: pd.Series, path: Path) -> None:
     """Warn of a column of numbers such as 3.8, 3.9 and 3.10, of which the last is read as 3.1."""
-    decimals = texts.dropna().str.strip().str.extract(r"^\d+\.(\d+)$")[0]
+    present = texts.dropna().str.strip()
+    decimals = present.str.extract(r"^\d+\.(\d+)$")[0]
     zeros = decimals.str.fullmatch(r"\d+0")
     if decimals.notna().all() and zeros.any() and (decimals.str.len() == 1).any():
-        first = texts[zeros.idxmax()].strip()
+        first = present[zeros].iloc[0]
         rank_zero_warn(
             f"column {shown(texts.name)} of {path} holds {shown(first)}, read as {float(first):g}, beside numbers with "
             "one decimal. If they are versions, list the column under categorical"
@@ -195,8 +196,8 @@ def _counts_rows(numbers: np.ndarray) -> bool:
 def _far_value(numbers: np.ndarray) -> float | None:
     """Return a least or largest number that repeats, far from all others.
 
-    Far are 10 interquartile ranges of the others. Of -99, -999 and so on, below others that are not negative, two
-    suffice at any distance.
+    A number is far at 10 interquartile ranges of the others. Two of -99, -999 and so on suffice at any distance, below
+    others that are not negative.
 
     >>> _far_value(np.array([-999.0, *range(20, 60), -999]))
     -999.0
