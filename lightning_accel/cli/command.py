@@ -71,6 +71,7 @@ from lightning_accel.cli.run_folder import (
     require_names,
     require_writable,
     reserve_run_folder,
+    warn_of_other_folders,
 )
 from lightning_accel.compress import ExportError
 from lightning_accel.ops.renames import new_names_of, rename, warn_of_old_name
@@ -315,6 +316,7 @@ class AccelCLI(LightningCLI):
                 config.ckpt_path = resume_run(self.trainer, self._locks)
                 if config.ckpt_path is not None:
                     self.checkpoint = Checkpoint.read(config.ckpt_path, config.get("weights_only"))
+        warn_of_other_folders(self.trainer, self.config[self.subcommand].trainer.default_root_dir)
         self._created_folders = reserve_run_folder(self.trainer, self._locks)
         self._use_optimizer_of_config()
         if self.subcommand != "fit" and config.ckpt_path in ("best", "last"):

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_accel._private.lightning import given_version, set_version
 from lightning_accel.cli.errors import UsageError
+from lightning_accel.ops.names import list_some
 from lightning_accel.strategies.checkpoints.io import checkpoint_io_of
 
 _LOCKED_ERRORS = (errno.EACCES, errno.EAGAIN, errno.EDEADLK)
@@ -155,6 +156,23 @@ def _save_under_free_name(folder: Path, name: str, text: str) -> Path:
         path = folder / f"{name}_{number}.yaml"
     path.write_text(text)
     return path
+
+
+def warn_of_other_folders(trainer: L.Trainer, default_root_dir: str | os.PathLike[str] | None) -> None:
+    """Warn where an option that names a folder leaves loggers in another, as in a config with two of them."""
+    loggers = [logger for logger in trainer.loggers if isinstance(logger, CSVLogger | TensorBoardLogger)]
+    roots = list(dict.fromkeys(os.path.normpath(logger.save_dir) for logger in loggers))
+    mend = "To write elsewhere, give one logger: --trainer.logger CSVLogger --trainer.logger.save_dir FOLDER"
+    if len(roots) > 1 and len({logger.name for logger in loggers}) == 1:
+        rank_zero_warn(
+            f"the loggers of this run write below different folders, {list_some(roots)}: an option such as "
+            f"--trainer.logger.save_dir changes the last of a config's loggers alone. {mend}"
+        )
+    if default_root_dir is not None and roots and os.path.normpath(trainer.default_root_dir) not in roots:
+        rank_zero_warn(
+            f"--trainer.default_root_dir {default_root_dir} changes no folder of this run: its loggers write below "
+            f"{list_some(roots)}. {mend}"
+        )
 
 
 def reserve_run_folder(trainer: L.Trainer, locks: RunLocks) -> list[Path]:

@@ -4,11 +4,13 @@ import copy
 import multiprocessing as mp
 import subprocess
 import sys
+import warnings
 
+import lightning as L
 import pytest
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from lightning_accel.cli.run_folder import RunLocks
+from lightning_accel.cli.run_folder import RunLocks, warn_of_other_folders
 from tests.cli.test_runs import OWN, QUIET
 
 HOLD = """
@@ -129,3 +131,19 @@ def test_what_fails_before_it_begins_leaves_no_run(command, run_folder):
     )
     assert "num_features=63" in result.err
     assert not (run_folder / "lightning_logs").exists()
+
+
+def test_folders_that_an_option_leaves_as_they_are_are_told(tmp_path):
+    def told(*loggers, root=None):
+        trainer = L.Trainer(logger=list(loggers) or True, default_root_dir=root, accelerator="cpu")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            warn_of_other_folders(trainer, root)
+        return [str(one.message).partition(",")[0].partition(":")[0] for one in caught]
+
+    mine, runs = str(tmp_path / "mine"), str(tmp_path / "runs")
+    both = CSVLogger(runs, "x"), TensorBoardLogger(runs, "x")
+    assert told(*both) == told(*both, root=f"{runs}/") == told(root=mine) == []
+    assert told(*both, root=mine) == [f"--trainer.default_root_dir {mine} changes no folder of this run"]
+    assert told(both[0], TensorBoardLogger(mine, "x")) == ["the loggers of this run write below different folders"]
+    assert told(both[0], TensorBoardLogger(mine, "events")) == []
