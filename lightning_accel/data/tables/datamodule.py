@@ -223,6 +223,7 @@ class TabularDataModule(InMemoryDataModule):
     def setup(self, stage: str | None = None) -> None:
         if hasattr(self, "train_rows") or hasattr(self, "_table"):  # the Trainer calls setup once per stage
             return
+        is_doubted = self.trainer is not None or stage == "fit"
         if self.is_sharded:
             found = self._sharded_table()
             self._predicted = found.splits["test"]
@@ -231,7 +232,7 @@ class TabularDataModule(InMemoryDataModule):
             self.feature_names, self.num_features = found.feature_names, len(found.feature_names)
             self._keep_target(found.class_names, found.target_moments)
             self._table = found
-            for doubt in found.doubts if self.trainer is not None else ():
+            for doubt in found.doubts if is_doubted else ():
                 rank_zero_warn(doubt)
             self._report_columns([int(found.splits[split].rows.sum()) for split in ("train", "val", "test")])
             return
@@ -268,7 +269,7 @@ class TabularDataModule(InMemoryDataModule):
         self.train_rows, self.val_rows, self.test_rows = (
             BatchTensorDataset(rows[chosen], targets[chosen]) for chosen in (train, val, test)
         )
-        if self.trainer is not None:
+        if is_doubted:
             quantity = pd.Series(labels, name=self.target) if self._is_quantity else None
             texts = [name for name, number in is_number.items() if not number and name not in self.categorical]
             for doubt in (
