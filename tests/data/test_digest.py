@@ -19,7 +19,7 @@ from lightning_accel.data.text import tokens
 
 def write_table(folder, change):
     rng = random.Random(0)
-    rows = [[rng.randint(0, 99), rng.choice("uvw"), "pq"[i % 2]] for i in range(90)]
+    rows = [[rng.randint(0, 999), rng.choice("uvw"), "pq"[i % 2]] for i in range(90)]
     match change:
         case "one label":
             rows[10][2] = "q"
