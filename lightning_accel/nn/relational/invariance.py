@@ -72,6 +72,50 @@ def assert_permutation_invariant(
                 _compare(found, expected, f"{name} depends on the order of {what} (trial {trial}, seed {seed})")
 
 
+def change_beside_others(
+    module: nn.Module, x: Tensor, edge_index: Tensor, graph: Tensor, optional: dict[str, Tensor]
+) -> float:
+    """Return how much the rows of the last graph change where the first is computed with them.
+
+    A copy of the module computes both in float64 and evaluation mode. The change is relative to the largest value; it
+    is 0 where there is one graph alone, or where the module cannot be copied, draws random numbers or keeps float32.
+
+    Args:
+        module: called with ``x`` and ``edge_index``, and with ``optional`` by name; returns (N, D).
+        x: (N, F) features of the nodes, sorted by graph.
+        edge_index: (2, M) int64.
+        graph: (N,) int64, the graph of each node.
+        optional: ``edge_attr`` (M, ...) and ``batch`` (N,), if the module takes them.
+    """
+    is_last = graph == graph[-1]
+    is_shown = is_last | (graph == graph[0])
+    x = torch.where(is_last[:, None], x, x[:1])  # the same mean of nodes in both would hide that it is taken of both
+    if is_last.all() or any(type(parameter) is not nn.Parameter for parameter in module.parameters()):
+        return 0.0
+
+    def rows(shown: Tensor) -> Tensor:
+        arcs = shown[edge_index[0]]
+        given = {"edge_attr": arcs, "batch": shown}
+        named = {name: as_double(value[given[name]]) for name, value in optional.items()}
+        if "batch" in named:
+            named["batch"] = named["batch"].unique(return_inverse=True)[1]
+        output: Tensor = copied(as_double(x[shown]), (shown.cumsum(0) - 1)[edge_index[:, arcs]], **named)
+        return output[-int(is_last.sum()) :]
+
+    def as_double(values: Tensor) -> Tensor:
+        return values.double() if values.is_floating_point() else values
+
+    try:
+        with torch.no_grad(), torch.random.fork_rng(), torch.autocast(x.device.type, enabled=False):
+            copied = deepcopy(module).double().eval()
+            together, again, alone = rows(is_shown), rows(is_shown), rows(is_last)
+    except (RuntimeError, TypeError):  # of views, or of dtypes that the module sets itself
+        return 0.0
+    if not together.equal(again) or not len(alone):
+        return 0.0
+    return float((together - alone).abs().max() / alone.abs().max().clamp(min=1e-300))
+
+
 def _call(module: Callable[..., Any], x: Tensor, edge_index: Tensor, *others: Tensor | None) -> Tensor:
     named = zip(("edge_attr", "batch"), others, strict=True)
     output: Tensor = module(x, edge_index, **{name: value for name, value in named if value is not None})

@@ -23,7 +23,7 @@ from torch_geometric.nn import (
 )
 from torch_geometric.nn.inits import reset
 
-from lightning_accel._private.torch import compiled_original
+from lightning_accel._private.torch import compiled_original, is_traced
 from lightning_accel.nn.features import check_edge_attr, check_edge_index, require_floating
 from lightning_accel.nn.relational.copies import (
     Copies,
@@ -33,6 +33,7 @@ from lightning_accel.nn.relational.copies import (
     plan_tuples,
     sort_by_graph,
 )
+from lightning_accel.nn.relational.invariance import change_beside_others
 from lightning_accel.nn.relational.marked_tuples import TupleKind, find_tuples, resolve_marks
 from lightning_accel.ops.extras import import_on_use
 from lightning_accel.ops.float32 import at_least_float32, without_autocast
@@ -41,6 +42,7 @@ stats = import_on_use("scipy.stats")
 
 # parts of the messages of torch for a linear layer or a sum
 _MISMATCH_MESSAGES = "shapes cannot be multiplied", "same dtype", "scalar type"
+_LARGEST_CHANGE = 1e-4  # in float64, where a layer may round to float32
 _NORMS_OF_GRAPHS = GraphNorm, GraphSizeNorm, InstanceNorm, LayerNorm, MeanSubtractionNorm, PairNorm
 _MIXED_COPIES = (
     "would normalise all copies of all graphs together: leave it out there, and normalise after each convolution, with "
@@ -155,6 +157,7 @@ class RelationalPooling(nn.Module):
         _require_norms_with_batch(base_gnn, "base_gnn", takes_batch="batch" in self._takes)
         _require_norms_with_batch(self.head, "head", takes_batch=False)
         self._first_call = True
+        self._is_checked = False
 
     def reset_parameters(self) -> None:
         reset(self.base_gnn)
@@ -254,10 +257,13 @@ class RelationalPooling(nn.Module):
             optional["edge_attr"] = edge_attr[copies.arc]
         if "batch" in self._takes:
             optional["batch"] = copies.copy
-        h = self._embed(_mark_nodes(x, copies), copies.edge_index, optional)
+        marked = _mark_nodes(x, copies)
+        h = self._embed(marked, copies.edge_index, optional)
         if not isinstance(h, Tensor) or h.dim() != 2 or len(h) != len(copies.node):
             found = tuple(h.shape) if isinstance(h, Tensor) else type(h).__name__
             raise ValueError(f"base_gnn must give one row for each of {len(copies.node)} nodes, got {found}")
+        if not self._is_checked and not is_traced() and len(copies.marked) > 1 and len(copies.node):
+            self._require_separate(marked, copies, optional)
         with without_autocast(h):
             readout = at_least_float32(h) if self.level == "node" else _read_out(at_least_float32(h), copies)
         weight = next(self.head.parameters(), None)
@@ -297,6 +303,19 @@ class RelationalPooling(nn.Module):
                 f"RelationalPooling calls its base_gnn with rows of {x.shape[1]} features, {width} of a node and "
                 f"{self.marks} marks; {type(self.base_gnn).__name__} does not take them: {error}"
             ) from error
+
+    def _require_separate(self, x: Tensor, copies: Copies, optional: dict[str, Tensor]) -> None:
+        """Reject a base GNN whose rows of a copy depend on other copies, at the first call with several."""
+        base = compiled_original(self.base_gnn) or self.base_gnn
+        change = change_beside_others(base, x, copies.edge_index, copies.copy, optional)
+        if change > _LARGEST_CHANGE:
+            raise ValueError(
+                f"{type(base).__name__}, the base_gnn, mixes the copies of graphs: beside another copy, the output for "
+                f"one changes by {change:.2g} of its largest value. What looks at all nodes at once needs batch, as "
+                "attention (GPSConv), sums and means over nodes do: give forward a parameter batch, and pass it on. "
+                "BatchNorm needs track_running_stats=True"
+            )
+        self._is_checked = True
 
     def _lay_out(
         self, x: Tensor, edge_index: Tensor, edge_attr: Tensor | None, batch: Tensor | None, size: int | None

@@ -1,13 +1,14 @@
 import itertools
 import math
 from collections import Counter
+from contextlib import nullcontext
 
 import jsonargparse
 import networkx as nx
 import pytest
 import torch
 from torch import nn
-from torch_geometric.nn import GIN, MLP, GINEConv, GraphNorm, LayerNorm, Sequential
+from torch_geometric.nn import GIN, MLP, GINEConv, GPSConv, GraphNorm, LayerNorm, Sequential
 
 from lightning_accel.nn.relational.pooling import RelationalPooling, find_tuples
 
@@ -502,6 +503,45 @@ def test_refuses_norms_that_are_called_without_batch(base):
     passing = RelationalPooling(Sequential("x, edge_index, batch", [(GraphNorm(3), "x, batch -> x")]), tuples="edges")
     passing(x, edge_index)
     assert not any(module._forward_pre_hooks for module in passing.modules())
+
+
+class Centred(nn.Module):
+    """Subtract the mean of all nodes, of each graph if it takes ``batch``, and drop some in training."""
+
+    def forward(self, x, edge_index):
+        return nn.functional.dropout(x - x.mean(0), 0.5, self.training)
+
+
+class Noisy(nn.Module):
+    def forward(self, x, edge_index):
+        return x + torch.randn_like(x)
+
+
+@pytest.mark.parametrize(
+    ("base", "is_refused"),
+    [
+        (Sequential("x, edge_index", [(GPSConv(3, None, heads=1, norm=None), "x, edge_index -> x")]), True),
+        (Sequential("x, edge_index, batch", [(GPSConv(3, None, heads=1), "x, edge_index, batch -> x")]), False),
+        (Centred(), True),
+        (Sequential("x, edge_index", [(nn.BatchNorm1d(3, track_running_stats=False), "x -> x")]), True),
+        (Sequential("x, edge_index", [(nn.BatchNorm1d(3), "x -> x"), (nn.Dropout(0.5), "x -> x")]), False),
+        (Noisy(), False),  # nothing can be compared
+        (GIN(3, 4, 2).bfloat16(), False),
+    ],
+    ids=["attention", "attention in graphs", "mean", "untracked norm", "norm", "noise", "bfloat16"],
+)
+def test_refuses_networks_that_mix_copies_at_the_first_call_with_several(base, is_refused):
+    dtype = next((parameter.dtype for parameter in base.parameters()), torch.float32)
+    x, edge_index = torch.randn(3, 1).to(dtype), torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]])
+    pooling = RelationalPooling(base, tuples="edges")
+    before = base.state_dict()
+    pooling(x, edge_index)  # one copy alone
+    told = pytest.raises(
+        ValueError, match="mixes the copies of graphs: beside another copy, the output for one changes"
+    )
+    with told if is_refused else nullcontext():
+        pooling.eval()(x, edge_index)
+    assert all(value.equal(base.state_dict()[name]) for name, value in before.items() if "running" not in name)
 
 
 def test_refuses_inputs():
