@@ -32,6 +32,15 @@ class Deployed(NamedTuple):
     figures: Mapping[str, float]  # metrics that validation_step logs on these batches
 
 
+def part_to_name(deployed: Deployed, callback: str) -> str:
+    """Return an end of a message that names the child with most parameters as the part to deploy; empty without one."""
+    own = sum(one.numel() for one in deployed.module.parameters())
+    children = deployed.module.named_children()
+    parts = [name for name, one in children if 2 * sum(value.numel() for value in one.parameters()) > own]
+    name = f"{deployed.name}.{parts[0]}" if parts and deployed.name else "".join(parts[:1])
+    return f". {callback}(module={name!r}) would take the part with most parameters" if parts else ""
+
+
 def dry_run(
     trainer: L.Trainer,
     pl_module: L.LightningModule,

@@ -18,6 +18,7 @@ from lightning_accel.callbacks.deployment.deployed import (
     Deployed,
     dry_run,
     find_deployed,
+    part_to_name,
     reasons_left_out,
     require_deployable,
     require_validation,
@@ -173,13 +174,8 @@ class Export(L.Callback):
             inputs = deployed.inputs if raw is None else [raw.from_call(call) for call in deployed.inputs]
             specs = try_export(deployed.module, inputs, format, dynamic=self.dynamic, **options)
         except (TypeError, ValueError, ExportError) as error:
-            own = sum(one.numel() for one in deployed.module.parameters())
-            parts = [name for name, one in deployed.module.named_children()
-                     if 2 * sum(value.numel() for value in one.parameters()) > own]  # fmt: skip
-            prefix = f"{deployed.name}." if deployed.name else ""
-            if self.max_length is not None:
-                parts = []  # the error names the language model within, if there is one
-            hint = f". Export(module={prefix + parts[0]!r}) would export the part with most parameters" if parts else ""
+            # with a cache, the error names the language model within, if there is one
+            hint = "" if self.max_length is not None else part_to_name(deployed, "Export")
             raise type(error)(f"Export would fail at the end of the run: {error}{hint}") from error
         fixed = [one["name"] for one in specs if one["dtype"].startswith("int") and _is_fixed_length(one["shape"])]
         if fixed and self.dynamic:

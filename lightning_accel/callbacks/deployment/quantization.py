@@ -19,6 +19,7 @@ from lightning_accel.callbacks.deployment.deployed import (
     calibration_calls,
     dry_run,
     evaluate,
+    part_to_name,
     require_deployable,
 )
 from lightning_accel.callbacks.deployment.export import exported_modules, file_of_quantized
@@ -276,7 +277,10 @@ class Quantization(L.Callback):
 
     def _check_calls(self, found: Deployed) -> None:
         call = found.inputs[0]
-        is_cut = num_samples(smallest_call(found.module, call)) == 1
+        try:
+            is_cut = num_samples(smallest_call(found.module, call)) == 1
+        except ValueError as error:
+            raise ValueError(f"{error}{part_to_name(found, 'Quantization')}") from error
         if self.batch_size is not None and (self.batch_size > num_samples(call) or not is_cut):
             raise ValueError(
                 f"Quantization(batch_size={self.batch_size}) measures that many samples of a training batch, which has "

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch_geometric.data import Data
 
@@ -78,8 +79,17 @@ def read_graphs(path: Path, layout: GraphLayout, with_target: bool = True) -> Fi
                 "need a .csv or .parquet file with an edge a row, a .jsonl file with a graph a line, or a .g6 file in "
                 f"the graph6 format; got {path}"
             )
+    repeated = 0
     for graph in found.graphs:
         add_reverse_edges(graph)
+        source, target = graph.edge_index
+        edges = source * (graph.num_nodes or 0) + target
+        repeated += graph.edge_attr is None and len(edges.unique()) < len(edges)
+    if repeated:
+        rank_zero_warn(
+            f"{repeated} of {len(found.graphs)} graphs of {path} list an edge more than once: layers that sum over "
+            "neighbours count it as often. Unless that is meant, remove repeated edges from the file"
+        )
     return found
 
 

@@ -161,6 +161,12 @@ def file_splits(
     of_nodes = read.level == "node" and len(read.graphs) == 1
     if read.level == "node" and not of_nodes:
         _require_targets(read, path, names)
+    sizes = [graph.num_nodes for graph in read.graphs]
+    if read.level == "graph" and len(set(sizes)) > 1 and sizes == list(map(len, read.target)):
+        raise ValueError(
+            f"each graph of {path} has as many targets {names[0]!r} as nodes; if they are targets of the nodes, set "
+            "layout.level to node"
+        )
     y, classes = _encode(read.target, path, kind, names, of_nodes)
     by_class = classes is not None and (of_nodes or read.level == "graph")
     parts = _split(y, of_nodes, by_class, len(read.graphs), shares, seed, path)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lightning_accel import Classifier, DigitsDataModule, MoEClassifier, SequenceModel
 from lightning_accel.callbacks import CompressionReport, Export, Quantization
 from lightning_accel.callbacks.compression_phase import current_phase, in_final_phase
+from lightning_accel.callbacks.deployment.deployed import Deployed
 from lightning_accel.compress import Latency, NothingPickedError, Report, Row
 from lightning_accel.compress.quantization.form import Form
 from lightning_accel.compress.quantization.quantized import Quantized
@@ -136,6 +137,12 @@ class Chosen(nn.Linear):
         if len(x) > 9:
             raise RuntimeError("at most 9 rows")
         return super().forward(x) if x.sum() > 0 else -super().forward(x)
+
+
+def test_the_part_with_most_parameters_is_named_where_batches_hold_no_tensor():
+    deployed = Deployed("net", nn.Sequential(nn.Linear(3, 9), nn.Linear(9, 1)), [((object(),), {})], {})
+    with pytest.raises(ValueError, match=r"has object\. Choose a submodule .*\. Quantization\(module='net\.0'\) would"):
+        Quantization()._check_calls(deployed)
 
 
 class Chooses(Plain):

@@ -49,6 +49,23 @@ def make(write):
     return make
 
 
+def test_edges_that_stand_twice_are_told_unless_they_have_attributes(make):
+    twice = [{**line, "edges": [*line["edges"], line["edges"][0]]} for line in lines()]
+    plain = [{name: value for name, value in line.items() if name != "edge_attr"} for line in twice]
+    with pytest.warns(UserWarning, match=r"^12 of 12 graphs of .* list an edge more than once: layers that"):
+        make(plain)
+    make([{**line, "edge_attr": [*line["edge_attr"], 2]} for line in twice])
+    reverse = [{**line, "edges": [*line["edges"], line["edges"][0][::-1]]} for line in lines()]
+    make([{name: value for name, value in line.items() if name != "edge_attr"} for line in reverse])
+
+
+def test_targets_of_nodes_name_the_option(make):
+    nodes = [{**line, "num_nodes": 3 + i, "y": [0.5] * (3 + i)} for i, line in enumerate(lines())]
+    nodes = [{name: line[name] for name in ("edges", "num_nodes", "y")} for line in nodes]
+    with pytest.raises(ValueError, match=r"as many targets 'y' as nodes; if they are .* set layout\.level to node"):
+        make(nodes, target_kind="regression")
+
+
 def graphs_of(data):
     return [graph for rows in (data.train_rows, data.val_rows, data.test_rows) for graph in rows.graphs]
 
