@@ -4,6 +4,7 @@ import os
 import re
 import sys
 import sysconfig
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -31,7 +32,8 @@ def _folders(*names: str) -> tuple[str, ...]:
 
 
 _STDLIB = _folders("stdlib", "platstdlib")
-_NOT_THE_USERS = ("<", *_STDLIB, *_folders("scripts"), str(Path(lightning_accel.__file__).resolve().parent))
+_GENERATED = os.path.join(os.path.realpath(tempfile.gettempdir()), "torch_geometric.")  # code that PyG writes
+_NOT_THE_USERS = ("<", *_STDLIB, *_folders("scripts"), str(Path(lightning_accel.__file__).resolve().parent), _GENERATED)
 _PACKAGES = re.compile(r"[\\/](?:site|dist)-packages[\\/]")  # also of other environments on the path; dist is Debian's
 _TORCH = os.path.join(os.path.dirname(os.path.realpath(torch.__file__)), "")
 

@@ -3,6 +3,7 @@
 import json
 import os
 import sysconfig
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -145,4 +146,6 @@ def test_files_of_packages_and_of_python_are_not_the_users(file, short):
     assert not call_tree.is_users_file(file)
     assert call_tree.short_path(file) == short
     assert not call_tree.is_users_file(os.path.join(os.path.realpath(sysconfig.get_path("scripts")), "lightning-accel"))
+    generated = os.path.join(os.path.realpath(tempfile.gettempdir()), "torch_geometric.nn.sequential_x.py")
+    assert not call_tree.is_users_file(generated)
     assert call_tree.is_users_file("/home/me/run/train.py")
