@@ -83,8 +83,10 @@ def read_graphs(path: Path, layout: GraphLayout, with_target: bool = True) -> Fi
     for graph in found.graphs:
         add_reverse_edges(graph)
         source, target = graph.edge_index
-        edges = source * (graph.num_nodes or 0) + target
-        repeated += graph.edge_attr is None and len(edges.unique()) < len(edges)
+        edges = (source * (graph.num_nodes or 0) + target)[:, None].double()
+        if (values := graph.edge_attr) is not None:
+            edges = torch.cat([edges, (values[:, None] if values.ndim == 1 else values).double()], dim=1)
+        repeated += len(edges.unique(dim=0)) < len(edges)
     if repeated:
         rank_zero_warn(
             f"{repeated} of {len(found.graphs)} graphs of {path} list an edge more than once: layers that sum over "

@@ -121,7 +121,10 @@ def table_statistics(
     is_number = {name: holds_numbers_in(blocks, name) and name not in categorical for name in features}
     where = f"the target column {shown(target.name)} of {blocks.files.root}"
     if not holds_numbers_in(blocks, target.name) and target.is_quantity:
-        raise ValueError(f"{where} holds texts; target_kind='regression' needs numbers. Leave it out for classes")
+        raise ValueError(
+            f"{where} holds texts; target_kind='regression' needs numbers. Write amounts as numbers, without currency "
+            "signs and marks of thousands, or leave target_kind out for classes"
+        )
     total = int(blocks.rows[train].sum())
     share = min(1.0, _SAMPLE / max(1, sum(is_number.values())) / total)
     share_of_rows = min(1.0, _SAMPLE_OF_ROWS / (1 + len(features)) / int(blocks.rows.sum()))
@@ -151,7 +154,8 @@ def table_statistics(
         if present and all(map(_is_number, present)):
             raise ValueError(
                 f"column {shown(name)} of {blocks.files.root} holds {shown(min(present))} and the like, numbers that "
-                "are written as texts; write them as numbers, or list the column under categorical"
+                "are written as texts; write them as numbers, or list the column under categorical, as versions need, "
+                "whose 3.10 is no 3.1"
             )
     of_target = (float(moments.mean[0]), float(moments.std[0])) if target.is_quantity else None
     categories = {name: sorted(found) for name, found in texts.items()}
