@@ -51,7 +51,7 @@ def test_moe_digits_reaches_the_accuracy_it_promises(command, run_folder):
     assert command("fit", "--config", path).status == 0
     result = command("test", "--config", path, "--ckpt_path=best")
     accuracy = float(result.out.split("test/accuracy")[1].split()[1])
-    assert accuracy >= 0.96
+    assert accuracy >= 0.95
 
 
 @pytest.mark.slow
