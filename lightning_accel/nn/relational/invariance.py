@@ -72,6 +72,7 @@ def assert_permutation_invariant(
                 _compare(found, expected, f"{name} depends on the order of {what} (trial {trial}, seed {seed})")
 
 
+@torch.no_grad()  # all of it: a checkpointed call may save no tensors that its recomputation does not save
 def change_beside_others(
     module: nn.Module, x: Tensor, edge_index: Tensor, graph: Tensor, optional: dict[str, Tensor]
 ) -> float:
@@ -106,7 +107,7 @@ def change_beside_others(
         return values.double() if values.is_floating_point() else values
 
     try:
-        with torch.no_grad(), torch.random.fork_rng(), torch.autocast(x.device.type, enabled=False):
+        with torch.random.fork_rng(), torch.autocast(x.device.type, enabled=False):
             copied = deepcopy(module).double().eval()
             together, again, alone = rows(is_shown), rows(is_shown), rows(is_last)
     except (RuntimeError, TypeError):  # of views, or of dtypes that the module sets itself
