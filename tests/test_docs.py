@@ -138,8 +138,11 @@ def write_files(page: str, folder: Path) -> None:
 @pytest.mark.parametrize("script", params([script for blocks in BLOCKS.values() for script in scripts_of(blocks)]))
 def test_script_runs(folder, script):
     write_files(script.page, folder)
-    shorter = {'budget="10m"': 'budget="30s"', '"max_epochs": 200': '"max_epochs": 20'}
-    shorter["max_epochs=15, callbacks"] = "max_epochs=2, callbacks"
+    shorter = {
+        'budget="10m"': 'budget="30s"',
+        '"max_epochs": 200': '"max_epochs": 20',
+        "max_epochs=15, callbacks": "max_epochs=2, callbacks",
+    }
     for told, short in shorter.items():
         script = script._replace(text=script.text.replace(told, short))
     if "__main__" in script.text:  # it starts processes, which run the file again

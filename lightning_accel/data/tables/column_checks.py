@@ -20,7 +20,7 @@ _FEWEST_ROWS = 20  # in fewer rows, such patterns are chance
 _FEWEST_REPEATS = 0.01  # share of the rows
 _CODES = -99.0, -999.0, -9999.0, -99999.0  # as people write missing values
 _FEWEST_MARKED = 5  # values with a mark that may be one of thousands
-_MOST_VERSIONS = 10_000  # rows that are looked at
+MOST_VERSIONS = 10_000  # rows that are looked at
 _FEWEST_DATES = 20  # different ones, each a feature
 _DAY, _MONTH, _TIME = r"(0?[1-9]|[12]\d|3[01])", r"(0?[1-9]|1[0-2])", r"([T ]+\d\d?:\d\d.*)?"
 _DAY_OR_MONTH_FIRST = rf"({_DAY}[-/.]{_MONTH}|{_MONTH}[-/.]{_DAY})[-/.]\d{{4}}"
@@ -138,7 +138,7 @@ def may_be_versions(numbers: pd.Series) -> bool:
     """Return whether a column has fractions of at most two digits, and no number that is whole."""
     if numbers.dtype != np.float64:
         return False
-    hundredths = 100 * numbers.dropna().to_numpy()[:_MOST_VERSIONS]
+    hundredths = 100 * numbers.dropna().to_numpy()[:MOST_VERSIONS]
     if not np.isfinite(hundredths).all():
         return False
     whole = hundredths.round()

@@ -17,6 +17,7 @@ from lightning_accel.data.bounds import allowed_bytes, require_allowed, require_
 from lightning_accel.data.quoting import cut, lacking_column, listed, shown
 from lightning_accel.data.shards.files import is_sharded
 from lightning_accel.data.tables.column_checks import (
+    MOST_VERSIONS,
     are_dates,
     may_be_versions,
     may_have_thousands,
@@ -102,7 +103,9 @@ def read_table(
                 for column in doubtful:
                     warn_of_thousands(table[column], texts[column], path, decimal)
             if doubtful := [column for column in table if may_be_versions(table[column])]:
-                texts = pd.read_csv(path, sep=separator, usecols=doubtful, dtype=str, index_col=False, nrows=10_000)
+                texts = pd.read_csv(
+                    path, sep=separator, usecols=doubtful, dtype=str, index_col=False, nrows=MOST_VERSIONS
+                )
                 for column in doubtful:
                     warn_of_versions(texts[column], path)
     except pd.errors.EmptyDataError:

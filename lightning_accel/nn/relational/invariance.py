@@ -106,8 +106,9 @@ def change_beside_others(
     def as_double(values: Tensor) -> Tensor:
         return values.double() if values.is_floating_point() else values
 
+    devices = [x.device] if x.is_cuda else []  # of all devices, torch would warn
     try:
-        with torch.random.fork_rng(), torch.autocast(x.device.type, enabled=False):
+        with torch.random.fork_rng(devices), torch.autocast(x.device.type, enabled=False):
             copied = deepcopy(module).double().eval()
             together, again, alone = rows(is_shown), rows(is_shown), rows(is_last)
     except (RuntimeError, TypeError):  # of views, or of dtypes that the module sets itself
