@@ -54,6 +54,22 @@ def steps_per_second(steps: Sequence[Step]) -> float:
     return len(steps) / sum(step.end - step.begin for step in steps)
 
 
+@dataclass(frozen=True)
+class Shares:
+    """Hold which shares of a step's time the run waits for data, optimizes, and keeps the system busy."""
+
+    data: float
+    optimizer: float
+    system: float
+
+    @classmethod
+    def of(cls, steps: Sequence[Step]) -> "Shares":
+        """Return the shares of steps that follow each other."""
+        seconds = sum(step.end - step.begin for step in steps)
+        parts = ((step.waited, step.optimized, step.in_system) for step in steps)
+        return cls(*(sum(part) / seconds for part in zip(*parts, strict=True)))
+
+
 def compare(
     baseline: Variant,
     variant: Variant,

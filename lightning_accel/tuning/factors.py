@@ -9,6 +9,7 @@ from lightning_accel._private.torch import has_amx
 from lightning_accel.measure.allocators import ALLOCATORS, LIBRARIES, why_no_allocator
 from lightning_accel.ops.matmul import onednn_outruns_mkl, why_no_onednn_matmul
 from lightning_accel.ops.native import missing_kernel
+from lightning_accel.tuning.comparison import Shares
 from lightning_accel.tuning.project import Changes
 
 Kind = Literal["checked", "equal", "exact", "random", "rounding", "learned"]
@@ -17,32 +18,35 @@ _BFLOAT16 = {
     "Bfloat16Precision": Changes(precision={"Bfloat16Precision": {}}),
 }
 _SPARSE = Changes(sparsity={"exclude": None})
-# what most runs gain by, the most first; of a group, the order is that of simplicity
+# names of changes begin with these; of a group, the order is that of simplicity
 _LOADING = "persistent_workers", "num_workers", "prefetch_factor", "batched_fetch"
-_FIRST = {
-    "cpu": (
-        "precision=bf16-mixed",
-        "fused_rnn",
-        "fused_messages",
-        "attention=native",
-        "keep_freed_memory",
-        "native_dropout",
-        "fused_optimizer",
-        "channels_last",
-        "batched_fetch",
-    ),
-    "cuda": (
-        "matmul_precision",
-        "precision=bf16",
-        "strategy",
-        "channels_last",
-        "fused_optimizer",
-        "compile=children, compile_mode=reduce-overhead",
-        "compile",
-    ),
+_PART_OF = dict.fromkeys(_LOADING, "data") | {
+    "fused_optimizer": "optimizer",
+    "keep_freed_memory": "system",
+    "allocator": "system",
 }
+# the share of a step on the CPU that a change saves of runs that gain by it, where no part of the run tells
+_SAVED = {
+    "precision=bf16-mixed": 0.5,
+    "fused_rnn": 0.4,
+    "onednn_matmul": 0.3,
+    "fused_messages": 0.25,
+    "attention=native": 0.2,
+    "native_dropout": 0.1,
+}
+_SAVED_BY_OTHERS = 0.05
+_FIRST_ON_CUDA = (  # what most runs gain by, the most first
+    "matmul_precision",
+    "precision=bf16",
+    "strategy",
+    "channels_last",
+    "fused_optimizer",
+    "compile=children, compile_mode=reduce-overhead",
+    "compile",
+)
 _LAST = {"cpu": "compile", "cuda": "compile=children, compile_mode=max-autotune"}
 _SLOW_LOADING = 0.6  # share of a step, from which on a change to loading gains most; a GPU computes in the meantime
+_LEAST_PART = 0.02  # share of a step that a change may save, less than which is within the noise of turns
 _PREFETCH = 8  # batches ahead of a step, which level out items that take unequally long
 
 
@@ -76,31 +80,38 @@ class Refusal:
     reason: str
 
 
-def factors_for(facts: Mapping[str, Any], wait_share: float) -> list[Factor | Refusal]:
+def factors_for(facts: Mapping[str, Any], shares: Shares) -> list[Factor | Refusal]:
     """Return what can be tried on a run, and what cannot; what to try first comes first.
 
-    Changes that most runs gain by come first. On the CPU compilation comes last, since it starts much more slowly than
-    the other changes.
+    On the CPU, that is what can save most of a step: the part of it that was measured, or where none was, what runs
+    that gain by the change save. Compilation comes last, since it starts much more slowly than the other changes. On a
+    GPU, whose parts of a step overlap, changes that most runs gain by come first.
 
     Args:
         facts: see :func:`lightning_accel.tuning.recorder.facts_of`.
-        wait_share: share of a step that the run waits for data.
+        shares: parts of a step.
     """
     device = "cuda" if facts["device"] == "cuda" else "cpu"
-    first = (*(_LOADING if wait_share > _SLOW_LOADING else ()), *_FIRST[device])
+    places: dict[str, float]
+    if device == "cuda":
+        first = (*(_LOADING if shares.data > _SLOW_LOADING else ()), *_FIRST_ON_CUDA)
+        places, others = {name: number for number, name in enumerate(first)}, float(len(first))
+    else:
+        saved = {name: getattr(shares, part) for name, part in _PART_OF.items()} | _SAVED
+        places, others = {name: -share for name, share in saved.items()}, -_SAVED_BY_OTHERS
 
-    def place(one: Factor | Refusal) -> tuple[bool, int]:
-        found = (number for number, name in enumerate(first) if one.name.startswith(name))
-        return one.name.startswith(_LAST[device]), next(found, len(first))
+    def place(one: Factor | Refusal) -> tuple[bool, float]:
+        found = (number for name, number in places.items() if one.name.startswith(name))
+        return one.name.startswith(_LAST[device]), next(found, others)
 
-    return sorted(_factors_for(facts, wait_share), key=place)
+    return sorted(_factors_for(facts, shares), key=place)
 
 
-def _factors_for(facts: Mapping[str, Any], wait_share: float) -> Iterator[Factor | Refusal]:
+def _factors_for(facts: Mapping[str, Any], shares: Shares) -> Iterator[Factor | Refusal]:
     is_cuda = facts["device"] == "cuda"
     yield from precisions(facts, is_cuda)
     yield from attention(facts, is_cuda)
-    yield from _loaders(facts, wait_share, is_cuda)
+    yield from _loaders(facts, shares.data, is_cuda)
     if facts["world_size"] > 1:
         yield from _ddp(facts)
         if is_cuda:
@@ -120,10 +131,12 @@ def _factors_for(facts: Mapping[str, Any], wait_share: float) -> Iterator[Factor
     else:
         yield Refusal("fused_messages", "no convolution of PyTorch Geometric sums or averages its messages on the CPU")
     yield channels_last(facts)
-    if facts["fusible_optimizers"] and not facts["fused"]:
-        yield speedup("fused_optimizer", "optimizer", "exact", fused_optimizer=True)
-    else:
+    if not facts["fusible_optimizers"] or facts["fused"]:
         yield Refusal("fused_optimizer", "no optimizer has a fused implementation that is not used already")
+    elif not is_cuda and shares.optimizer < _LEAST_PART:
+        yield Refusal("fused_optimizer", f"optimizers take {shares.optimizer:.1%} of a step")
+    else:
+        yield speedup("fused_optimizer", "optimizer", "exact", fused_optimizer=True)
     yield from compilations(facts)
 
 
@@ -316,7 +329,8 @@ def _loaders(facts: Mapping[str, Any], wait_share: float, is_cuda: bool) -> Iter
     if is_cuda and not all(loader["pin_memory"] for loader in loaders):
         yield speedup("pin_memory", "pin_memory", "exact", pin_memory=True)
     now = max(loader["num_workers"] for loader in loaders)
-    never_waits = f"the run waits for data {wait_share:.1%} of a step" if now == 0 and wait_share < 0.02 else ""
+    is_fed = now == 0 and wait_share < _LEAST_PART
+    never_waits = f"the run waits for data {wait_share:.1%} of a step" if is_fed else ""
     if reason := never_waits or (all(loader["by_sample"] for loader in loaders) and loaders[0]["by_sample"]):
         yield Refusal("batched_fetch", reason)
     else:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_accel.measure.machine import free_memory_bytes
 from lightning_accel.tuning.choices import Goal
-from lightning_accel.tuning.comparison import compare, steps_per_second
+from lightning_accel.tuning.comparison import Shares, compare, steps_per_second
 from lightning_accel.tuning.factors import Factor
 from lightning_accel.tuning.identity import distributions_of, require_same, state_of
 from lightning_accel.tuning.journal import Journal
@@ -139,7 +139,7 @@ class Measurer:
                 "latency": asdict(Latency.of(steps)) if self.project.serves else None,
                 "peaks": peaks,
                 "room": room_of(facts, max(peaks, default=0), free),
-                "waited": sum(step.waited for step in steps) / sum(step.end - step.begin for step in steps),
+                "shares": asdict(Shares.of(steps)),
                 "start_seconds": start_seconds,
                 "seconds": time.monotonic() - begin,
             }, None

@@ -1,6 +1,7 @@
 """What a trial writes down: the time of each step, losses, and facts about the run."""
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ import lightning as L
 import torch
 from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
 from lightning_accel._private.lightning import ddp_options
@@ -40,9 +42,8 @@ class TrialEnd(Exception):
 class StepRecorder(L.Callback):
     """Write each step of a fit as a line of a file.
 
-    A line holds the time at which the step began, which is when the one before it ended; the time at which it ended;
-    the seconds of these that it waited for data; and its loss. Times are those of ``time.monotonic``, which is one
-    clock for all processes; validation is left out.
+    A line holds the fields of :class:`lightning_accel.tuning.variant.Step`. A step begins when the one before it ended.
+    Times are those of ``time.monotonic``, which is one clock for all processes; validation is left out.
 
     Args:
         folder: where ``steps.csv`` and ``facts.json`` are written, by the first process of the run, and an empty
@@ -67,6 +68,7 @@ class StepRecorder(L.Callback):
         self._random_state: list[int] | None = None  # before the first step
         self._shapes: list[Any] | None = None  # of the first batch, until another has others
         self._waited = self._validated = self._validation_begin = 0.0
+        self._optimized = self._optimizing_since = self._in_system = 0.0
         self.num_recorded = 0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -87,6 +89,17 @@ class StepRecorder(L.Callback):
         elif self._random_state is None:
             self._random_state = _random_state(trainer.strategy.root_device)
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for optimizer in trainer.optimizers:
+            if isinstance(optimizer, Optimizer):
+                optimizer.register_step_post_hook(self._end_optimizing)
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        self._optimizing_since = time.monotonic()
+
+    def _end_optimizing(self, *_: Any) -> None:
+        self._optimized += time.monotonic() - self._optimizing_since
+
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._validation_begin = time.monotonic()
 
@@ -99,10 +112,11 @@ class StepRecorder(L.Callback):
         loss = self._loss(trainer, outputs) if self.with_losses else float("nan")
         if trainer.is_global_zero:
             if self._file is None:
-                self._file = open(self.folder / "steps.csv", "a", buffering=1)  # noqa: SIM115  # the trial's last act
-            now = time.monotonic()
+                self._file = open(self.folder / "steps.csv", "a", buffering=1)  # noqa: SIM115  # closed by teardown
+            now, in_system = time.monotonic(), os.times().system
             if self._begin is not None or self.with_losses:
-                self._file.write(f"{self._begin},{now - self._validated},{self._waited},{loss!r}\n")
+                end, spent = now - self._validated, in_system - self._in_system
+                self._file.write(f"{self._begin},{end},{self._waited},{loss!r},{self._optimized},{spent}\n")
             if self.num_recorded == 0 and not (self.folder / "facts.json").exists():
                 with write_atomically(self.folder / "facts.json") as part:
                     draws = self._random_state != _random_state(trainer.strategy.root_device)
@@ -114,13 +128,19 @@ class StepRecorder(L.Callback):
             elif self._shapes is not None and _shapes_of(batch) != self._shapes:
                 (self.folder / SHAPES_VARY).touch()
                 self._shapes = None
-            self._begin, self._waited, self._validated = now, 0.0, 0.0
+            self._begin, self._in_system = now, in_system
+            self._waited = self._validated = self._optimized = 0.0
         self.num_recorded += 1
         if self._memory is not None and self.num_recorded & (self.num_recorded - 1) == 0:
             with open(self.folder / f"memory_{trainer.global_rank}.csv", "a") as file:
                 file.write(f"{self.num_recorded},{self._memory.read()}\n")
         if self.num_recorded == self.num_steps:
             raise TrialEnd
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     @staticmethod
     def _loss(trainer: L.Trainer, outputs: Any) -> float:

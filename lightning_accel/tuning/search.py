@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_accel.tuning.choices import Goal
+from lightning_accel.tuning.comparison import Shares
 from lightning_accel.tuning.factors import Factor, Refusal, factors_for, float8_for, sparsity_for
 from lightning_accel.tuning.latencies import Latency, latency_factors_for
 from lightning_accel.tuning.learning import learning_changes_for
@@ -305,7 +306,7 @@ def _candidates(goal: Goal, baseline: Mapping[str, Any], allow: Sequence[str]) -
         return latency_factors_for(facts)
     return chain(
         learning_changes_for(facts, allow),
-        factors_for(facts, baseline["waited"]),
+        factors_for(facts, Shares(**baseline["shares"])),
         float8_for(facts, allow),
         sparsity_for(facts, allow),
     )

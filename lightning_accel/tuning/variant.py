@@ -42,12 +42,23 @@ class DiskFullError(TrialError):
 
 @dataclass(frozen=True)
 class Step:
-    """Hold when a step began and ended, by ``time.monotonic``, how long it waited for data, and its loss."""
+    """Hold one step of a run.
+
+    Attributes:
+        begin: when it began, by ``time.monotonic``.
+        end: when it ended.
+        waited: seconds of it that it waited for data.
+        loss: its loss, NaN if that was not recorded.
+        optimized: seconds of the optimizers.
+        in_system: seconds of the processor that the system took for its first process, as for new pages of memory.
+    """
 
     begin: float
     end: float
     waited: float
     loss: float
+    optimized: float = 0.0
+    in_system: float = 0.0
 
 
 class Variant:

@@ -1,9 +1,9 @@
 """Decisions of a search whose variants are as fast as a table says."""
 
-import dataclasses
 import json
 import re
 import time
+from dataclasses import astuple, replace
 from unittest.mock import Mock
 
 import pytest
@@ -13,7 +13,7 @@ from torch import nn
 from lightning_accel.callbacks import SemiStructuredSparsity
 from lightning_accel.tuning import factors, measurer, variants
 from lightning_accel.tuning.choices import ALLOWABLE
-from lightning_accel.tuning.comparison import Ratio
+from lightning_accel.tuning.comparison import Ratio, Shares
 from lightning_accel.tuning.factors import Factor, Refusal, factors_for, float8_for, sparsity_for
 from lightning_accel.tuning.learning import learning_changes_for, require_known
 from lightning_accel.tuning.outcome import Measurement
@@ -73,6 +73,9 @@ FACTS = {
 }
 
 
+SHARES = Shares(data=0.2, optimizer=0.1, system=0.05)
+
+
 class World:
     """Speeds and memory of changes, which multiply; what fails; and how long each takes to start."""
 
@@ -117,7 +120,7 @@ class World:
 
             def run_for(self, seconds, deadline):
                 duration = 0.1 / world.speed_of(self.changes)
-                return [Step(0.0, duration, 0.2 * duration, 0.0)] * 4
+                return [Step(0.0, duration, 0.2 * duration, 0.0, 0.1 * duration)] * 4
 
             def peak_bytes(self):
                 product = 1e9
@@ -686,7 +689,7 @@ def test_offloads_are_tried_on_a_gpu():
 
 def test_allocators_are_tried_where_they_are_installed(monkeypatch):
     def found(**facts):
-        every = {one.name: one for one in factors_for(FACTS | facts, 0.2)}
+        every = {one.name: one for one in factors_for(FACTS | facts, SHARES)}
         return {name: every[f"allocator={name}"] for name in ("tcmalloc", "jemalloc", "huge_pages")}
 
     monkeypatch.setattr(factors, "why_no_allocator", lambda name: "" if name == "jemalloc" else "not here")
@@ -725,8 +728,8 @@ def test_comparisons_leave_time_for_the_proof(world, tmp_path):
     assert any("not finished within the budget" in one.reason for one in outcome.verdicts)
 
 
-def tried(waited=0.2, **facts):
-    return {one.name for one in factors_for(FACTS | facts, waited) if isinstance(one, Factor)}
+def tried(shares=SHARES, **facts):
+    return {one.name for one in factors_for(FACTS | facts, shares) if isinstance(one, Factor)}
 
 
 def test_factors_are_those_that_the_run_admits(monkeypatch):
@@ -741,7 +744,8 @@ def test_factors_are_those_that_the_run_admits(monkeypatch):
     bfloat16 = {"precision=bf16-mixed", "Bfloat16Precision", "matmul_precision=medium"}
     assert everything - tried(bfloat16_units=False) == bfloat16
     assert everything - tried(num_blocks=0) == {"compile=blocks"}
-    assert everything - tried(waited=0.001) == {"batched_fetch", "num_workers=1", "num_workers=2"}
+    assert everything - tried(replace(SHARES, data=0.001)) == {"batched_fetch", "num_workers=1", "num_workers=2"}
+    assert everything - tried(replace(SHARES, optimizer=0.01)) == {"fused_optimizer"}
     assert everything - tried(loaders=[FACTS["loaders"][0] | {"by_sample": "a reason"}]) == {"batched_fetch"}
     assert everything - tried(loaders=[FACTS["loaders"][0] | {"is_iterable": True}]) == {
         "num_workers=1",
@@ -763,7 +767,7 @@ def test_factors_are_those_that_the_run_admits(monkeypatch):
 def test_settings_of_ddp_are_tried_where_there_are_several_ranks():
     def found(**ddp):
         facts = FACTS | {"world_size": 2, "threads": 1, "ddp": {"is_plain": True} | ddp}
-        return {one.name for one in factors_for(facts, 0.2) if isinstance(one, Factor)} - tried()
+        return {one.name for one in factors_for(facts, SHARES) if isinstance(one, Factor)} - tried()
 
     plain = {"bucket_cap_mb=5", "bucket_cap_mb=100", "gradient_as_bucket_view=True"}
     graph = {"static_graph=True", "compression=bf16"}
@@ -771,7 +775,7 @@ def test_settings_of_ddp_are_tried_where_there_are_several_ranks():
     assert found(bucket_cap_mb=5, static_graph=True) == (plain | graph) - {"bucket_cap_mb=5", "static_graph=True"}
     assert found(find_unused_parameters=True) == plain | graph | {"find_unused_parameters=False"}
     assert found(is_plain=False) == plain
-    refused = [one.name for one in factors_for(FACTS | {"world_size": 2}, 0.2) if isinstance(one, Refusal)]
+    refused = [one.name for one in factors_for(FACTS | {"world_size": 2}, SHARES) if isinstance(one, Refusal)]
     assert "DDP" in refused
 
 
@@ -780,7 +784,7 @@ def test_strategies_are_tried_where_there_are_several_ranks():
         return {one.name for one in factors(FACTS | {"world_size": 2} | facts) if "strategy" in one.name}
 
     def of_speed(facts):
-        return factors_for(facts, 0.2)
+        return factors_for(facts, SHARES)
 
     assert found(of_speed, strategy="ddp", device="cuda") == {"strategy=accel_fsdp2"}
     assert found(of_speed, strategy="sharded", device="cuda") == {"strategy=ddp"}
@@ -839,7 +843,7 @@ def test_ranks_share_the_cores():
 def test_dropout_is_replaced_where_there_is_any_and_a_kernel(monkeypatch):
     def found(reason, **facts):
         monkeypatch.setattr(factors, "missing_kernel", lambda: reason)
-        return [one for one in factors_for(FACTS | facts, 0.2) if one.name == "native_dropout"]
+        return [one for one in factors_for(FACTS | facts, SHARES) if one.name == "native_dropout"]
 
     (factor,) = found("", has_dropout=True)
     assert factor.kind == "random"
@@ -853,7 +857,7 @@ def test_onednn_multiplies_float32_where_it_outruns_mkl(monkeypatch):
     def found(outruns=True, reason="", **facts):
         monkeypatch.setattr(factors, "onednn_outruns_mkl", lambda: outruns)
         monkeypatch.setattr(factors, "why_no_onednn_matmul", lambda: reason)
-        return [one for one in factors_for(FACTS | facts, 0.2) if one.name == "onednn_matmul"]
+        return [one for one in factors_for(FACTS | facts, SHARES) if one.name == "onednn_matmul"]
 
     (factor,) = found()
     assert (factor.kind, factor.changes) == ("exact", Changes(speedups={"onednn_matmul": True}))
@@ -873,7 +877,7 @@ def test_rounding_by_onednn_is_tried_where_there_are_tiles(monkeypatch):
 def test_native_attention_is_tried_on_the_cpu_and_draws_where_layers_drop(monkeypatch):
     def found(reason="", **facts):
         monkeypatch.setattr(factors, "missing_kernel", lambda: reason)
-        every = factors_for(FACTS | {"has_attention": True, "num_deferrable_attentions": 0} | facts, 0.2)
+        every = factors_for(FACTS | {"has_attention": True, "num_deferrable_attentions": 0} | facts, SHARES)
         return [one for one in every if one.name.startswith("attention=native")]
 
     name, changes = "attention=native", {"attention": "native"}
@@ -889,7 +893,7 @@ def test_native_attention_is_tried_on_the_cpu_and_draws_where_layers_drop(monkey
 
 def test_backends_of_attention_are_tried_where_torch_may_not_choose_the_fastest():
     def found(**facts):
-        every = factors_for(FACTS | {"has_attention": True} | facts, 0.2)
+        every = factors_for(FACTS | {"has_attention": True} | facts, SHARES)
         others = ("attention=native", "defer")
         return [one for one in every if "attention" in one.name and not one.name.startswith(others)]
 
@@ -920,21 +924,23 @@ def test_dropout_is_found_in_layers(module, expected):
 
 
 @pytest.mark.parametrize(
-    ("waited", "first"),
+    ("shares", "first"),
     [
-        (0.2, ["precision=bf16-mixed", "fused_rnn", "fused_messages", "keep_freed_memory", "fused_optimizer"]),
-        (0.7, ["num_workers=1", "num_workers=2", "batched_fetch", "precision=bf16-mixed", "fused_rnn"]),
+        (Shares(0.03, 0.15, 0.06), ["precision=bf16-mixed", "fused_rnn", "fused_messages", "fused_optimizer"]),
+        (Shares(0.7, 0.15, 0.06), ["batched_fetch", "num_workers=1", "num_workers=2", "precision=bf16-mixed"]),
+        (Shares(0.03, 0.15, 0.6), ["keep_freed_memory", "precision=bf16-mixed", "fused_rnn", "fused_messages"]),
     ],
 )
-def test_a_budget_goes_first_to_what_most_runs_gain_by_and_last_to_what_starts_slowly(waited, first):
-    tried_in_turn = [one for one in factors_for(FACTS, waited) if isinstance(one, Factor)]
-    assert [one.name for one in tried_in_turn[:5]] == first
+def test_a_budget_goes_first_to_what_may_save_most_and_last_to_what_starts_slowly(shares, first):
+    tried_in_turn = [one for one in factors_for(FACTS, shares) if isinstance(one, Factor)]
+    assert [one.name for one in tried_in_turn if "allocator" not in one.name][:4] == first
     assert {one.group for one in tried_in_turn[-2:]} == {"compile"}
 
 
 @pytest.mark.parametrize(("waited", "first"), [(0.2, "matmul_precision=high"), (0.7, "num_workers=1")])
 def test_on_a_gpu_a_budget_goes_first_to_what_most_runs_gain_by(waited, first):
-    every = factors_for(FACTS | {"device": "cuda", "has_attention": True, "num_blocks": 2}, waited)
+    facts = FACTS | {"device": "cuda", "has_attention": True, "num_blocks": 2}
+    every = factors_for(facts, replace(SHARES, data=waited))
     names = [one.name for one in every if isinstance(one, Factor)]
     assert names[0] == first
     assert names[-1] == "compile=children, compile_mode=max-autotune"
@@ -943,7 +949,7 @@ def test_on_a_gpu_a_budget_goes_first_to_what_most_runs_gain_by(waited, first):
 
 def test_changes_are_joined_field_by_field():
     joined = Changes({"precision": "a"}, {"threads": 1}) | Changes({"benchmark": True}, {"compile": "blocks"})
-    assert dataclasses.astuple(joined)[:2] == (
+    assert astuple(joined)[:2] == (
         {"precision": "a", "benchmark": True},
         {"threads": 1, "compile": "blocks"},
     )
