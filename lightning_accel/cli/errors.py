@@ -139,6 +139,8 @@ def explain(message: str) -> str:
         return not_options(where, found[1], import_class(classes[-1]) if classes else None)
     if grouped := _rejected_option(message):
         return _unknown_parameter(where, *grouped)
+    if found := re.search(r"sub-config file (\S+\.py)\b", message):
+        return _no_such_class(where, found[1])
     if found := re.search(r"[Uu]nrecognized arguments: (.+)", message):
         words = [word for word in found[1].split() if word.startswith("-")]
         return "; ".join(map(_unknown_word, words)) or f"unexpected {found[1]}"
@@ -175,7 +177,7 @@ def explain(message: str) -> str:
     looked_up = re.search(r"(?:Expected a dot import path string|Unexpected import path format): (\S+)", message)
     if looked_up and (_base_class(where) or not _expected_types(message)):
         name = looked_up[1]
-        return f"{where}: no class {name!r}{_nearest_class(where, name)}\nName your own as in my_file.MyClass"
+        return _no_such_class(where, name)
     if kinds := _expected_types(message):
         value, words = _given_value(message), re.findall(r"'([^']+)'", kinds)
         return f"{where}: expected {kinds}; got {value}{nearest(value, words)}"
@@ -192,6 +194,18 @@ def _until_first_problem(message: str) -> str:
             end = next((n for n in after if lines[n] and not lines[n].startswith(f"{found[1]}  ")), len(lines))
             return "\n".join(lines[:end])
     return message
+
+
+def _no_such_class(where: str, name: str) -> str:
+    """Return the message for a name of no class, which may be a file of the user's own that has some."""
+    file, _, named = name.partition(".py")
+    path = Path(f"{file}.py")
+    text = path.read_text(errors="ignore") if path.parent == Path() and path.is_file() else ""
+    classes = re.findall(r"^class (\w+)", text, re.MULTILINE)
+    wanted = [one for one in classes if one == named.strip(":./")] or classes
+    if wanted:
+        return f"{where}: no class {name!r}\nName one of {path}: {' or '.join(f'{path.stem}.{one}' for one in wanted)}"
+    return f"{where}: no class {name!r}{_nearest_class(where, name)}\nName your own as in my_file.MyClass"
 
 
 def not_options(where: str, value: object, cls: type | None) -> str:

@@ -53,7 +53,18 @@ WRONG = [
     ([*OURS, "--model.num_expert=3"], r"no option 'num_expert'; did you mean 'experts.num_experts'\?\nIt has: num_"),
     (["fit", *OFF, "--model=MoEClasifier"], r"model: no class 'MoEClasifier'; did you mean 'MoEClassifier'\?"),
     (["fit", *OFF, "--model=own_module.OwnModul"], r"own_module has no 'OwnModul'; did you mean 'OwnModule'\?"),
-    (["fit", *OFF, "--model=own_module.py:OwnModule"], r"no class 'own_module.py:OwnModule'\nName your own"),
+    (
+        ["fit", *OFF, "--model=own_module.py:OwnModule"],
+        r"no class .*\nName one of own_module.py: own_module.OwnModule\n?$",
+    ),
+    (
+        ["fit", *OFF, "--model=own_module.py"],
+        r"model: no class 'own_module.py'\nName one of own_module.py: own_module\.Own",
+    ),
+    (
+        ["fit", *OFF, "--data=./own_module.py"],
+        r"data: no class .*\nName one of own_module.py: own_module\.OwnModule or ",
+    ),
     (["fit", *OFF, "--model=MoEClassifier"], r"no data: MoEClassifier has no train_dataloader\(\); give a datamodule"),
     (
         ["fit", *OFF, "--model=own_module.py.OwnModule"],

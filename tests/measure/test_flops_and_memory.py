@@ -127,6 +127,9 @@ def test_the_share_of_the_peak_is_that_of_the_precision():
     rates = Rates("cpu", 1, {"fp32": 2e9}, 1.0, None, None, None, None, {})
     assert share_of_peak(1e9, 2.0, rates, "fp32") == 0.25
     assert share_of_peak(1e9, 2.0, replace(rates, matmul={}), "fp32") is None
+    emulating = replace(rates, matmul={"fp32": 2e9, "bf16": 1e8})
+    assert share_of_peak(1e9, 2.0, emulating, "bf16") == 0.25
+    assert share_of_peak(1e9, 2.0, replace(rates, matmul={"fp32": 2e9, "bf16": 8e9}), "bf16") == 0.0625
     either = replace(rates, matmul={"fp32": 2e9, "fp32 by oneDNN": 4e9})
     assert share_of_peak(1e9, 2.0, either, "fp32") == 0.125  # convolutions are oneDNN's
 

@@ -167,7 +167,7 @@ def _node_features(nodes: pd.DataFrame, path: Path, target: Sequence[str]) -> tu
         if name in ("node", *target):
             continue
         column = require_present(nodes[name], path, _FILL)
-        if holds_numbers(column, path):
+        if holds_numbers(column, path, has_options=False):
             columns[name] = as_numbers(column, path, "Mend the value").to_numpy()
         else:
             text = as_text(column, path).to_numpy()

@@ -55,7 +55,8 @@ _FIGURE = r"(?!.*\.(\d{1,2}|\d{4,})\.)[$€£]? ?[-+]?[\d.,' ]*\d[\d.,' ]*[%$€
 _WITH_COMMA = r"[-+]?\d+(,\d+)+"
 _REMOVE_SIGNS = "Remove currency signs and marks of thousands"
 _SET_DECIMAL = "set csv.decimal, as by --data.csv.decimal ',', if the comma is the decimal mark"
-NO_DATES = "list it under exclude, or write year, month and day as columns of numbers"
+WITHOUT_DATES = "write year, month and day as columns of numbers"
+NO_DATES = f"list it under exclude, or {WITHOUT_DATES}"
 
 
 def read_table(
@@ -300,47 +301,58 @@ def numbers_first(name: str) -> tuple[float, str]:
         return np.inf, name
 
 
-def holds_numbers(column: pd.Series, path: str | Path) -> bool:
+def holds_numbers(column: pd.Series, path: str | Path, has_options: bool = True) -> bool:
     """Return whether every value of a column is a number; False if none is.
+
+    Args:
+        column: the column.
+        path: the file that it is from.
+        has_options: whether messages may name ``exclude``, ``categorical`` and options of CSV files.
 
     Raises:
         ValueError: if only some are numbers, naming the first that is not; if the column holds dates, lists, bytes,
             numbers that are not parsed as they are written, or texts that hardly repeat.
     """
     where = f"column {shown(column.name)} of {path}"
+    leave_out = "list it under exclude" if has_options else "remove it"
+    no_dates = f"{leave_out}, or {WITHOUT_DATES}"
     if pd.api.types.is_numeric_dtype(column) or pd.api.types.is_bool_dtype(column):
         return True
     if pd.api.types.is_datetime64_any_dtype(column) or pd.api.types.is_timedelta64_dtype(column):
-        raise ValueError(f"{where} holds dates; {NO_DATES}")
+        raise ValueError(f"{where} holds dates; {no_dates}")
     present = column.dropna()
     if present.map(lambda value: isinstance(value, list | dict | np.ndarray | bytes)).any():
-        raise ValueError(f"{where} holds lists or bytes; spread them over columns, or list it under exclude")
+        raise ValueError(f"{where} holds lists or bytes; spread them over columns, or {leave_out}")
     is_text = pd.to_numeric(present.astype(object), errors="coerce").isna()
     if is_text.any() and not is_text.all():
         wrong = is_text.reindex(column.index, fill_value=False)
         first = str(column[wrong].iloc[0])
         written = "write null" if is_sharded(path) else "list it under csv.missing"
-        remedy = _REMOVE_SIGNS if _is_figure(first) else f"Mend the value, {written}"
+        mend = f"Mend the value, {written}" if has_options else "Mend the value"
+        remedy = _REMOVE_SIGNS if _is_figure(first) else mend
+        otherwise = ", or list the column under categorical" if has_options else ""
         raise ValueError(
-            f"{where} holds {shown(first)} in {_first_row(wrong)}{_and_others(wrong)} among numbers. {remedy}, or list "
-            "the column under categorical"
+            f"{where} holds {shown(first)} in {_first_row(wrong)}{_and_others(wrong)} among numbers. "
+            f"{remedy}{otherwise}"
         )
     texts = present.astype(str)
     are_figures = is_text.any() and texts.str.fullmatch(_FIGURE).all()
     are_many = is_text.any() and len(present) > 20 and present.nunique() > len(present) / 2
     if (are_figures or are_many) and are_dates(texts):
-        raise ValueError(f"{where} holds dates, such as {shown(texts.iloc[0])}; {NO_DATES}")
+        raise ValueError(f"{where} holds dates, such as {shown(texts.iloc[0])}; {no_dates}")
+    each = ", or under categorical to make each text a feature" if has_options else ""
     if are_figures:
-        decimal = f"{_SET_DECIMAL}, " if _is_csv(path) and texts.str.fullmatch(_WITH_COMMA).any() else ""
+        has_comma = has_options and _is_csv(path) and texts.str.fullmatch(_WITH_COMMA).any()
+        decimal = f"{_SET_DECIMAL}, " if has_comma else ""
         raise ValueError(
             f"{where} holds {shown(str(present.iloc[0]))} and the like, which are no numbers as they are written. If "
-            f"they are amounts, {decimal}rewrite them without currency signs and marks of thousands; otherwise list "
-            "the column under exclude, or under categorical to make each text a feature"
+            f"they are amounts, {decimal}rewrite them without currency signs and marks of thousands; otherwise "
+            f"{leave_out}{each}"
         )
     if are_many:
         raise ValueError(
-            f"{where} holds {present.nunique()} different texts in {len(present)} rows; list it under exclude if it "
-            "is a key, or under categorical to make each text a feature"
+            f"{where} holds {present.nunique()} different texts in {len(present)} rows; {leave_out} if it is a "
+            f"key{each}"
         )
     return not is_text.any()
 

@@ -327,6 +327,14 @@ def test_types_alone_are_relations(write):
         ),
         ({"edges": EDGES + ",2,single,1\n"}, r"column 'source' .* the first in row 30 \(from 0\)"),
         ({"nodes": ATOMS + "e,x,C,\n"}, r"column 'charge' .* the first in row 30 \(from 0\)"),
+        (
+            {"nodes": ATOMS + "e,x,C,few\n"},
+            r"column 'charge' .* 'few' in row 30 \(from 0\) among numbers. Mend the value$",
+        ),
+        (
+            {"nodes": "node,y,name\n" + "".join(f"{at},x,name {at}\n" for at in range(31))},
+            "column 'name' .* holds 31 different texts in 31 rows; remove it if it is a key$",
+        ),
         ({"nodes": None}, "whose nodes have targets: give a table with the columns node and y in layout.nodes_path"),
     ],
 )
