@@ -169,6 +169,8 @@ def datamodule_loader(
     on_cuda = datamodule.trainer is not None and isinstance(datamodule.trainer.accelerator, CUDAAccelerator)
     loader = loader_of_blocks(blocks, reading, batch_size, shards.shuffle_bytes, options, num_workers, on_cuda)
     warnings.filterwarnings("ignore", message=".*does not have many workers", category=UserWarning)  # threads read
+    # a writer of predictions needs none, since rows come in the order of the files
+    warnings.filterwarnings("ignore", message="Couldn't infer the batch indices.*ShardLoader", category=UserWarning)
     if split == "train" and datamodule.trainer is not None:
         loader.progress = progress_of(datamodule.trainer)
     return loader

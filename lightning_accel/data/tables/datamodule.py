@@ -108,9 +108,9 @@ class TabularDataModule(InMemoryDataModule):
     After ``setup``: ``num_features`` and ``feature_names``, such as ``length``, ``colour=red`` and
     ``missingindicator_length``; ``num_classes`` and ``class_names`` (sorted), None unless targets are classes;
     ``num_targets``, 1, and ``target_mean`` and ``target_std`` (1,) of the training rows, None unless they are
-    quantities; for a file also ``predict_columns``, a DataFrame of what
-    :class:`lightning_accel.PredictionWriter` adds to predictions: the target and the columns of ``exclude``, where the
-    file has them, after ``file_row``, the row of ``path``, where the test rows are predicted.
+    quantities; and ``predict_columns``, a DataFrame of what :class:`lightning_accel.PredictionWriter` adds to
+    predictions: the target and the columns of ``exclude``, where the file has them, after ``file_row``, the row of
+    ``path``, where the test rows of a single file are predicted.
 
     A checkpoint stores a description of the fitted data; loading it with another file, split or order of columns is an
     error, since the model would read features it was not trained on, or be tested on rows it was trained on.
@@ -161,7 +161,7 @@ class TabularDataModule(InMemoryDataModule):
     num_targets: int | None = None
     target_mean: list[float] | None = None
     target_std: list[float] | None = None
-    predict_columns: pd.DataFrame
+    _predict_columns: pd.DataFrame | None = None
 
     @renamed_arguments(
         split_seed="seed",
@@ -281,7 +281,7 @@ class TabularDataModule(InMemoryDataModule):
                 rank_zero_warn(doubt)
         self._warn_of_new_categories(features.iloc[np.concatenate([val, test])], self.path)
         self.predict_rows = BatchTensorDataset(self.test_rows.tensors[0])
-        self.predict_columns = table.loc[test, kept].assign(file_row=test)[["file_row", *kept]]
+        self._predict_columns = table.loc[test, kept].assign(file_row=test)[["file_row", *kept]]
         if self.predict_path is not None:
             assert isinstance(self.predict_path, Path)
             table = self._read(
@@ -292,8 +292,15 @@ class TabularDataModule(InMemoryDataModule):
             self._warn_of_new_categories(new, self.predict_path)
             warn_of_new_numbers(new, features.iloc[train], self.predict_path)
             self.predict_rows = BatchTensorDataset(to_tensor(encoder.transform(new)))
-            self.predict_columns = table[[name for name in kept if name in table]]
+            self._predict_columns = table[[name for name in kept if name in table]]
         self._report_columns([len(rows) for rows in (self.train_rows, self.val_rows, self.test_rows)])
+
+    @property
+    def predict_columns(self) -> pd.DataFrame:
+        """Return what the file tells of the rows to predict; that of a folder is read when it is first asked for."""
+        if self._predict_columns is None:
+            self._predict_columns = self._table.beside(self._predicted)
+        return self._predict_columns
 
     def _read_target(self, column: pd.Series, path: Path) -> np.ndarray:
         """Return the target of each row: a class, int64, -100 where it is unknown, or a quantity, float64."""

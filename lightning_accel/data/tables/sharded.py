@@ -74,6 +74,7 @@ class ShardedTable:
     ) -> None:
         self.location = location
         self.target = target
+        self.exclude = exclude
         blocks = find_blocks(location, Path(options.cache_dir))
         blocks.require_columns([target.name, *categorical, *exclude], [target.name])
         features = [name for name in blocks.schema.names if name != target.name and name not in exclude]
@@ -122,6 +123,14 @@ class ShardedTable:
                     f"column {shown(column['name'])} of {location} holds texts; the training rows have numbers there"
                 )
         return blocks
+
+    def beside(self, blocks: Blocks) -> pd.DataFrame:
+        """Return the target and the columns that are no features of rows of blocks, as far as these have them."""
+        names = [name for name in (self.target.name, *self.exclude) if name in blocks.schema.names]
+        if not names:
+            return pd.DataFrame(index=range(blocks.num_rows))
+        read = pa.concat_tables(blocks.read(block, names) for block in range(len(blocks)))
+        return read.to_pandas(integer_object_nulls=True)
 
 
 def _doubts(

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from lightning_accel.callbacks import PredictionWriter
 from lightning_accel.data import CSVFormat, ShardOptions, TabularDataModule
 from lightning_accel.data.tables import statistics
 from lightning_accel.data.tables.encoding import make_encoder
@@ -190,7 +191,12 @@ def test_a_module_trains_and_a_checkpoint_of_another_split_is_refused(tmp_path, 
     model = MoEClassifier(data.num_features, data.num_classes, experts={"hidden_dim": 4, "num_experts": 2})
     trainer.fit(model, data)
     [ckpt_path] = tmp_path.rglob("*.ckpt")
+    trainer.callbacks.append(PredictionWriter("told.csv"))
     assert len(trainer.predict(model, data)) == 3
+    told, held = pd.read_csv(next(tmp_path.rglob("told.csv"))), data._predicted
+    wanted = [one for block in range(len(held)) for one in held.read(block, ["species"])["species"].to_pylist()]
+    assert told["species"].tolist() == wanted
+    assert list(told)[:3] == ["row", "species", "constant"]
     trainer.validate(model, data_of(folder, exclude="constant"), ckpt_path=ckpt_path, verbose=False)
     with pytest.raises(ValueError, match=r"the checkpoint was trained on other data than .*rows as configured: split"):
         trainer.validate(model, data_of(folder, exclude="constant", seed=1), ckpt_path=ckpt_path, verbose=False)
@@ -207,6 +213,12 @@ def test_other_files_are_predicted(tmp_path, flowers):
     with pytest.warns(UserWarning, match=r"'colour' of rows beside the training rows of .* holds green"):
         [[features]] = data.predict_dataloader()
     assert features.shape == (5, data.num_features)
+    assert data.predict_columns.shape == (5, 0)
+    keyed = changed(flowers, key=pa.array([7, None, *range(398)]))
+    keyed = data_of(folder_of(tmp_path / "keyed", keyed), exclude="key", predict_path=tmp_path / "keyed")
+    keyed.setup()
+    assert keyed.predict_columns["key"].tolist() == [7, None, *range(398)]
+    assert keyed.predict_columns["species"].tolist() == flowers["species"].to_pylist()
     assert features[:, -6:].sum(dim=1).tolist() == [1, 2, 2, 2, 2]
 
 
