@@ -269,7 +269,7 @@ class Pruning(L.Callback):
             self._last = self._first
         else:
             self._last = _to_step("end", self.end, total)
-            if self._last == self._first and isinstance(self.begin, float) and self.begin < self.end:
+            if self._last == self._first and {type(self.begin), type(self.end)} == {float} and self.begin < self.end:
                 self._last += 1  # shares of a very short run, such as a trial
             elif self._last <= self._first:
                 raise ValueError(f"end must come after begin; got begin={self.begin}, end={self.end} of {total} steps")

@@ -466,6 +466,7 @@ def test_wrong_options_are_refused(options, message):
     ("options", "trainer", "message"),
     [
         ({"begin": 15, "end": 0.5}, {}, "end must come after begin; got begin=15, end=0.5 of 18 steps"),
+        ({"begin": 0.5, "end": 9}, {}, "end must come after begin; got begin=0.5, end=9 of 18 steps"),
         ({"end": 50}, {}, "would end at step 50, but the run has 18 optimizer steps"),
         ({}, {"max_epochs": -1, "max_time": "00:00:00:01"}, "end=0.6 is a share of the run, whose length is not known"),
         ({"exclude": ["head"]}, {}, "exclude has 'head'.*there are net, net.0"),
