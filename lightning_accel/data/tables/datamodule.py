@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -224,18 +224,23 @@ class TabularDataModule(InMemoryDataModule):
         if hasattr(self, "train_rows") or hasattr(self, "_table"):  # the Trainer calls setup once per stage
             return
         is_doubted = self.trainer is not None or stage == "fit"
-        if self.is_sharded:
-            found = self._sharded_table()
-            self._predicted = found.splits["test"]
-            if self.predict_path is not None:
-                self._predicted = found.to_predict(self.predict_path, self.shards)
-            self.feature_names, self.num_features = found.feature_names, len(found.feature_names)
-            self._keep_target(found.class_names, found.target_moments)
-            self._table = found
-            for doubt in found.doubts if is_doubted else ():
-                rank_zero_warn(doubt)
-            self._report_columns([int(found.splits[split].rows.sum()) for split in ("train", "val", "test")])
-            return
+        num_rows = self._setup_folder(is_doubted) if self.is_sharded else self._setup_file(is_doubted)
+        self._report_columns(num_rows)
+
+    def _setup_folder(self, is_doubted: bool) -> list[int]:
+        """Return the number of rows that train, validate and test."""
+        found = self._table = self._sharded_table()
+        self._predicted = found.splits["test"]
+        if self.predict_path is not None:
+            self._predicted = found.to_predict(self.predict_path, self.shards)
+        self.feature_names, self.num_features = found.feature_names, len(found.feature_names)
+        self._keep_target(found.class_names, found.target_moments)
+        for doubt in found.doubts if is_doubted else ():
+            rank_zero_warn(doubt)
+        return [int(found.splits[split].rows.sum()) for split in ("train", "val", "test")]
+
+    def _setup_file(self, is_doubted: bool) -> list[int]:
+        """Return the number of rows that train, validate and test."""
         assert isinstance(self.path, Path)
         kept = [self.target, *self.exclude]
         as_written = [*self.exclude, *([] if self._is_quantity else [self.target])]
@@ -246,16 +251,7 @@ class TabularDataModule(InMemoryDataModule):
         if self._is_quantity:
             moments = Moments.of(labels[train][:, None])
             self._keep_target(None, (float(moments.mean[0]), float(moments.std[0])))
-        self._feature_columns = [c for c in table.columns if c != self.target and c not in self.exclude]
-        if nameless := [name for name in self._feature_columns if name.startswith("Unnamed: ")]:
-            raise ValueError(
-                f"{self.path} has a column without a name, perhaps row numbers that were written with the table; list "
-                f"it under exclude as {shown(nameless[0])}, or give it a name"
-            )
-        if not self._feature_columns:
-            raise ValueError(
-                f"{self.path} has no column left for features beside {shown(self.target)} and those excluded"
-            )
+        self._feature_columns = self._find_features(table)
         features, is_number = self._read_features(table, self.path)
         encoder = self._encoder = make_encoder(is_number).fit(features.iloc[train])
         self.feature_names = names_of_features(encoder, self.path)
@@ -269,31 +265,59 @@ class TabularDataModule(InMemoryDataModule):
         self.train_rows, self.val_rows, self.test_rows = (
             BatchTensorDataset(rows[chosen], targets[chosen]) for chosen in (train, val, test)
         )
-        if is_doubted:
-            quantity = pd.Series(labels, name=self.target) if self._is_quantity else None
-            texts = [name for name, number in is_number.items() if not number and name not in self.categorical]
-            for doubt in (
-                *doubts_of_columns(features, train, self.path, quantity),
-                *doubts_of_dates(features[texts], self.path),
-                *doubts_of_copies(features, labels, train, np.concatenate([val, test]), self.path),
-                *doubts_of_answers(features.iloc[train], labels[train], self.path, self._is_quantity),
-            ):
-                rank_zero_warn(doubt)
-        self._warn_of_new_categories(features.iloc[np.concatenate([val, test])], self.path)
+        held_out = np.concatenate([val, test])
+        texts = [name for name, number in is_number.items() if not number and name not in self.categorical]
+        for doubt in self._doubts(features, labels, texts, train, held_out) if is_doubted else ():
+            rank_zero_warn(doubt)
+        self._warn_of_new_categories(features.iloc[held_out], self.path)
         self.predict_rows = BatchTensorDataset(self.test_rows.tensors[0])
         self._predict_columns = table.loc[test, kept].assign(file_row=test)[["file_row", *kept]]
         if self.predict_path is not None:
             assert isinstance(self.predict_path, Path)
-            table = self._read(
-                self.predict_path, [*as_written, *(name for name, number in is_number.items() if not number)]
+            written = [*as_written, *(name for name, number in is_number.items() if not number)]
+            self._read_new_rows(self.predict_path, written, is_number, features.iloc[train])
+        return [len(rows) for rows in (self.train_rows, self.val_rows, self.test_rows)]
+
+    def _find_features(self, table: pd.DataFrame) -> list[str]:
+        """Return the names of the columns that are features.
+
+        Raises:
+            ValueError: if there is none, or one has no name.
+        """
+        found = [name for name in table.columns if name != self.target and name not in self.exclude]
+        if nameless := [name for name in found if name.startswith("Unnamed: ")]:
+            raise ValueError(
+                f"{self.path} has a column without a name, perhaps row numbers that were written with the table; list "
+                f"it under exclude as {shown(nameless[0])}, or give it a name"
             )
-            require_columns(table, self._feature_columns, self.predict_path)
-            new, _ = self._read_features(table, self.predict_path, is_number)
-            self._warn_of_new_categories(new, self.predict_path)
-            warn_of_new_numbers(new, features.iloc[train], self.predict_path)
-            self.predict_rows = BatchTensorDataset(to_tensor(encoder.transform(new)))
-            self._predict_columns = table[[name for name in kept if name in table]]
-        self._report_columns([len(rows) for rows in (self.train_rows, self.val_rows, self.test_rows)])
+        if not found:
+            raise ValueError(
+                f"{self.path} has no column left for features beside {shown(self.target)} and those excluded"
+            )
+        return found
+
+    def _read_new_rows(
+        self, path: Path, as_written: list[str], is_number: dict[str, bool], trained: pd.DataFrame
+    ) -> None:
+        """Take the rows of another file as those to predict."""
+        table = self._read(path, as_written)
+        require_columns(table, self._feature_columns, path)
+        new, _ = self._read_features(table, path, is_number)
+        self._warn_of_new_categories(new, path)
+        warn_of_new_numbers(new, trained, path)
+        self.predict_rows = BatchTensorDataset(to_tensor(self._encoder.transform(new)))
+        self._predict_columns = table[[name for name in (self.target, *self.exclude) if name in table]]
+
+    def _doubts(
+        self, features: pd.DataFrame, labels: np.ndarray, texts: list[str], train: np.ndarray, held_out: np.ndarray
+    ) -> Iterator[str]:
+        """Yield what is doubtful in the rows of a file, of which some train and others are held out."""
+        assert isinstance(self.path, Path)
+        quantity = pd.Series(labels, name=self.target) if self._is_quantity else None
+        yield from doubts_of_columns(features, train, self.path, quantity)
+        yield from doubts_of_dates(features[texts], self.path)
+        yield from doubts_of_copies(features, labels, train, held_out, self.path)
+        yield from doubts_of_answers(features.iloc[train], labels[train], self.path, self._is_quantity)
 
     @property
     def predict_columns(self) -> pd.DataFrame:
