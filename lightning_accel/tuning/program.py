@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,21 +102,33 @@ def tune(
         raise ValueError(f"allow={tuple(allow)} changes what is learned for speed; leave it out with goal={goal!r}")
     for module in ("matplotlib", "rich", "scipy"):  # before anything is measured
         require_module(module)
-    if callable(config):
-        project, files = project_of(config), [Path(project_of(config).arguments["make"].rpartition(":")[0])]
-        command = f"tune({config.__name__}) of {files[0].name}"
-        require_run(config)
-    else:
-        arguments = ["--config", str(config)] if isinstance(config, str | Path) else _arguments(config)
-        project = Project("lightning_accel.cli.tune:fit_config", {"arguments": arguments})
-        files = files_in(arguments)
-        command = f"lightning-accel tune {' '.join(arguments)}"
+    project, files, command = _project_of(config)
     if goal == "latency":
         project = replace(project, arguments=project.arguments | {"serves": True})
     KERNELS.build_ahead()  # in no trial, whose start it would slow by more than a small budget
     identity = identity_of(project, goal, files)
     folder = Path(output)
     make_folder(folder)
+    outcome = _search(partial(Search, project, folder, seconds, identity, goal, allow), command)
+    if callable(config):
+        print(f"{claim(outcome) if outcome.is_faster else why_nothing(outcome)}; see {folder / 'report.md'}")
+    return outcome
+
+
+def _project_of(config: str | Path | Sequence[str] | Callable[..., Any]) -> tuple[Project, list[Path], str]:
+    """Return what is tuned, the files that it is made from, and the command that tunes it."""
+    if callable(config):
+        project = project_of(config)
+        file = Path(project.arguments["make"].rpartition(":")[0])
+        require_run(config)
+        return project, [file], f"tune({config.__name__}) of {file.name}"
+    arguments = ["--config", str(config)] if isinstance(config, str | Path) else _arguments(config)
+    project = Project("lightning_accel.cli.tune:fit_config", {"arguments": arguments})
+    return project, files_in(arguments), f"lightning-accel tune {' '.join(arguments)}"
+
+
+def _search(new_search: Callable[..., Search], command: str) -> Outcome:
+    """Return the outcome of a search that shows its progress, and write it, also that of one that is interrupted."""
     with progress.Progress(
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),
@@ -130,8 +143,8 @@ def tune(
                 bar.print(line, markup=False, highlight=False)
             bar.update(task, description=what, completed=share, best=best)
 
-        search = Search(project, folder, seconds, identity, goal, allow, show)
-        journal = search.measurer.journal
+        search = new_search(progress=show)
+        journal, folder = search.measurer.journal, search.measurer.folder
         if len(journal):
             num_cut = journal.num_cut
             cut = f"; {num_cut} that a smaller budget or a full disk cut short are repeated" * bool(num_cut)
@@ -148,8 +161,6 @@ def tune(
                 bar.print(overlay(outcome, *written), markup=False, highlight=False, soft_wrap=True)
             bar.print(f"best so far: {claim(outcome)}" if outcome.is_faster else "nothing better was found so far")
             raise
-    if callable(config):
-        print(f"{claim(outcome) if outcome.is_faster else why_nothing(outcome)}; see {folder / 'report.md'}")
     return outcome
 
 
