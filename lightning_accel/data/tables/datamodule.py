@@ -39,6 +39,7 @@ from lightning_accel.data.tables.files import (
     read_table,
     require_columns,
     require_present,
+    split_groups,
     split_in_three,
 )
 from lightning_accel.data.tables.leakage import doubts_of_answers, doubts_of_copies
@@ -122,6 +123,9 @@ class TabularDataModule(InMemoryDataModule):
             :class:`lightning_accel.MoERegressor`.
         categorical: columns of numbers, or of numbers and text, to read as categories.
         exclude: columns that are no features, such as a key.
+        group: column of which equal values stay together among the rows that train, validate or test, such as a patient
+            or a machine of which several rows tell; it is no feature. Shares are those of groups then, and not
+            stratified.
         csv: how a CSV file is written, see :class:`lightning_accel.data.CSVFormat`.
         val_share: share of the rows that validate.
         test_share: share of the rows that test.
@@ -178,6 +182,7 @@ class TabularDataModule(InMemoryDataModule):
         target_kind: TargetKind = "classification",
         categorical: str | Sequence[str] = (),
         exclude: str | Sequence[str] = (),
+        group: str | None = None,
         csv: CSVFormat = CSVFormat(),
         val_share: float = 0.15,
         test_share: float = 0.15,
@@ -209,6 +214,9 @@ class TabularDataModule(InMemoryDataModule):
         self.target = target
         self.categorical = list_of_names(categorical)
         self.exclude = list_of_names(exclude)
+        self.group = group
+        if group is not None:
+            self._require_groups_of(path, group)
         self.val_share = val_share
         self.test_share = test_share
         self.seed = seed
@@ -242,12 +250,12 @@ class TabularDataModule(InMemoryDataModule):
     def _setup_file(self, is_doubted: bool) -> list[int]:
         """Return the number of rows that train, validate and test."""
         assert isinstance(self.path, Path)
-        kept = [self.target, *self.exclude]
-        as_written = [*self.exclude, *([] if self._is_quantity else [self.target])]
+        kept = [self.target, *self._no_features]
+        as_written = [*self._no_features, *([] if self._is_quantity else [self.target])]
         table = self._read(self.path, [*as_written, *self.categorical])
         require_columns(table, [*kept, *self.categorical], self.path, [self.target])
         labels = self._read_target(table[self.target], self.path)
-        train, val, test = self._split(labels, self.path)
+        train, val, test = self._split(labels, self.path, table)
         if self._is_quantity:
             moments = Moments.of(labels[train][:, None])
             self._keep_target(None, (float(moments.mean[0]), float(moments.std[0])))
@@ -284,7 +292,7 @@ class TabularDataModule(InMemoryDataModule):
         Raises:
             ValueError: if there is none, or one has no name.
         """
-        found = [name for name in table.columns if name != self.target and name not in self.exclude]
+        found = [name for name in table.columns if name != self.target and name not in self._no_features]
         if nameless := [name for name in found if name.startswith("Unnamed: ")]:
             raise ValueError(
                 f"{self.path} has a column without a name, perhaps row numbers that were written with the table; list "
@@ -306,7 +314,7 @@ class TabularDataModule(InMemoryDataModule):
         self._warn_of_new_categories(new, path)
         warn_of_new_numbers(new, trained, path)
         self.predict_rows = BatchTensorDataset(to_tensor(self._encoder.transform(new)))
-        self._predict_columns = table[[name for name in (self.target, *self.exclude) if name in table]]
+        self._predict_columns = table[[name for name in (self.target, *self._no_features) if name in table]]
 
     def _doubts(
         self, features: pd.DataFrame, labels: np.ndarray, texts: list[str], train: np.ndarray, held_out: np.ndarray
@@ -342,9 +350,28 @@ class TabularDataModule(InMemoryDataModule):
         self._keep_target(names, None)
         return labels
 
-    def _split(self, labels: np.ndarray, path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    @property
+    def _no_features(self) -> list[str]:
+        return [*dict.fromkeys([*self.exclude, *([] if self.group is None else [self.group])])]
+
+    def _require_groups_of(self, path: str | Path, group: str) -> None:
+        """Raise a ValueError if rows cannot be split by ``group``."""
+        if self.is_sharded:
+            raise ValueError(
+                f"{path} is a folder or URL of files, which group={group!r} cannot split; write the rows that train, "
+                "validate and test to files in folders train, val and test"
+            )
+        if group == self.target:
+            raise ValueError(f"group={group!r} is the target; name the column whose equal values belong together")
+        if self.csv.unlabeled:
+            raise ValueError(f"group={group!r} has no effect on rows of unknown class; leave csv.unlabeled out")
+
+    def _split(self, labels: np.ndarray, path: Path, table: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the rows that train, validate and test; those of unknown class train."""
         shares = self.val_share, self.test_share
+        if self.group is not None:
+            groups = as_text(require_present(table[self.group], path, "Name the group of each row"), path)
+            return self._split_groups(groups.to_numpy(), labels, path)
         if self._is_quantity:
             return split_in_three(None, len(labels), shares, self.seed, path)
         known, unknown = np.flatnonzero(labels >= 0), np.flatnonzero(labels < 0)
@@ -353,6 +380,25 @@ class TabularDataModule(InMemoryDataModule):
             known[part] for part in split_in_three(labels[known], len(known), shares, self.seed, path, kind)
         )
         return np.concatenate([train, unknown]), val, test
+
+    def _split_groups(
+        self, groups: np.ndarray, labels: np.ndarray, path: Path
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the rows that train, validate and test, each group in one of them.
+
+        Raises:
+            ValueError: if there are too few groups, or a class is in none that trains.
+        """
+        train, val, test = split_groups(groups, (self.val_share, self.test_share), self.seed, path)
+        lacking = set[int]() if self._is_quantity else {*labels.tolist()} - {*labels[train].tolist()}
+        if lacking:
+            assert self.class_names is not None
+            names = listed([self.class_names[number] for number in sorted(lacking)], 5)
+            raise ValueError(
+                f"all rows of {path} with the classes {names} are in groups of {shown(self.group)} that validate or "
+                "test, so that none trains. Take another seed, or smaller val_share and test_share"
+            )
+        return train, val, test
 
     def _keep_target(self, class_names: list[str] | None, moments: tuple[float, float] | None) -> None:
         """Set what models need to know of the target: its classes, or the mean and standard deviation of a quantity."""
@@ -376,7 +422,7 @@ class TabularDataModule(InMemoryDataModule):
         columns = self.preprocessing().columns
         numbers = [column["name"] for column in columns if column["categories"] is None]
         texts = [f"{cut(c['name'])} ({len(c['categories'])})" for c in columns if c["categories"] is not None]
-        kinds = [("numbers", numbers), ("categories", texts), ("left out", self.exclude)]
+        kinds = [("numbers", numbers), ("categories", texts), ("left out", self._no_features)]
         rank_zero_info(
             f"{self.path}: {self._describe_target()}; "
             + "".join(f"{kind}: {listed(names, 10)}; " for kind, names in kinds if names)

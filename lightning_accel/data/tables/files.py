@@ -421,6 +421,26 @@ def split_rows(
     return kept, held_out
 
 
+def split_groups(
+    groups: np.ndarray, shares: tuple[float, float], seed: int, path: Path
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Split rows into training, validation and test, so that rows of equal ``groups`` are in one of them.
+
+    ``shares`` are those of the latter two among all groups.
+    """
+    rest, held_out = np.arange(len(groups)), []
+    for share in (shares[1], shares[0] / (1 - shares[1])):
+        splitter = model_selection.GroupShuffleSplit(1, test_size=share, random_state=seed)
+        try:
+            [(kept, taken)] = splitter.split(rest, groups=groups[rest])
+        except ValueError as error:
+            raise ValueError(f"{path} has too few groups to split as asked: {error}") from error
+        held_out.append(rest[taken])
+        rest = rest[kept]
+    test, val = held_out
+    return rest, val, test
+
+
 def split_in_three(
     classes: np.ndarray | None, num_rows: int, shares: tuple[float, float], seed: int, path: Path, kind: str = "rows"
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -80,7 +80,7 @@ def doubts_of_answers(features: pd.DataFrame, target: np.ndarray, path: str | Pa
         yield (
             f"columns of {path} that tell the target of the training rows on their own, with {what}: "
             f"{listed(answers, 5)}. If one is made of the target, or not known where the target is to be predicted, "
-            "list it under exclude"
+            "list it under exclude; if its values stand for persons or things of several rows each, name it as group"
         )
 
 

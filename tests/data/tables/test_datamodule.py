@@ -639,3 +639,42 @@ def test_other_formats_are_refused(tmp_path):
 def test_shares_that_leave_nothing_are_refused(tmp_path, shares):
     with pytest.raises(ValueError, match="leave items to train on"):
         TabularDataModule(tmp_path, "kind", val_share=shares[0], test_share=shares[1])
+
+
+@pytest.mark.parametrize("target", ["kind", "width"])
+def test_rows_of_a_group_stay_together(make, table, target):
+    rng = np.random.default_rng(2)
+    garden = rng.permutation(np.repeat(np.arange(20), [1, 5] * 10))
+    kind = "classification" if target == "kind" else "regression"
+    frame = table.assign(garden=garden, number=np.arange(60))
+    data = make(frame, target=target, group="garden", target_kind=kind)
+    assert "number" in data.feature_names
+    assert "garden" not in data.feature_names
+    parts = data.train_rows, data.val_rows, data.test_rows
+    numbers = torch.cat([part.tensors[0][:, data.feature_names.index("number")] for part in parts])
+    rows = np.split(numbers.argsort().argsort().numpy(), np.cumsum([len(part) for part in parts])[:-1])
+    groups = [{*garden[part].tolist()} for part in rows]
+    assert [len(group) for group in groups] == [14, 3, 3]
+    assert len(set.union(*groups)) == 20
+    assert list(data.predict_columns) == ["file_row", target, "key", "garden"]
+    assert data.predict_columns["file_row"].tolist() == rows[2].tolist()
+
+
+@pytest.mark.parametrize(
+    ("garden", "options", "message"),
+    [
+        (["a", "b"] * 30, {}, "too few groups to split as asked"),
+        ([None, *range(59)], {}, "column 'garden' of .* lacks 1 of 60 values, .*Name the group of each row"),
+        (
+            ["a", "b", "c"] * 16 + ["d"] * 12,
+            {},
+            "rows of .* with the classes elm are in groups of 'garden' that validate",
+        ),
+        (["a", "b"] * 30, {"group": "kind"}, "group='kind' is the target"),
+        (["a", "b"] * 30, {"csv": CSVFormat(unlabeled=["x"])}, "no effect on rows of unknown class"),
+        (["a", "b"] * 30, {"group": "gardens"}, "has no column 'gardens'; did you mean 'garden'"),
+    ],
+)
+def test_groups_that_cannot_split_are_refused(make, table, garden, options, message):
+    with pytest.raises(ValueError, match=message):
+        make(table.assign(garden=garden), **{"group": "garden", "seed": 2, **options})

@@ -224,6 +224,8 @@ def test_other_files_are_predicted(tmp_path, flowers):
 
 def test_what_cannot_be_predicted_is_refused_before_training(tmp_path, flowers):
     folder = folder_of(tmp_path / "rows", flowers)
+    with pytest.raises(ValueError, match=r"which group='zone' cannot split; write .* folders train, val and test"):
+        data_of(folder, group="zone")
     with pytest.raises(FileNotFoundError, match=r"no folder, and no file, .*nowhere"):
         data_of(folder, predict_path=tmp_path / "nowhere").setup()
     new = folder_of(tmp_path / "new", changed(flowers, length=pa.array(["long"] * 400)))
