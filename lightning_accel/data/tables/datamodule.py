@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +30,6 @@ from lightning_accel.data.tables.files import (
     as_numbers,
     as_text,
     existing_file,
-    holds_numbers,
     read_classes,
     read_known_classes,
     read_quantity,
@@ -41,6 +38,7 @@ from lightning_accel.data.tables.files import (
     require_present,
     split_groups,
     split_in_three,
+    which_hold_numbers,
 )
 from lightning_accel.data.tables.leakage import doubts_of_answers, doubts_of_copies
 from lightning_accel.data.tables.sharded import ShardedTable, new_category_message
@@ -491,26 +489,11 @@ class TabularDataModule(InMemoryDataModule):
     ) -> tuple[pd.DataFrame, dict[str, bool]]:
         """Return the feature columns as float64 or text, and which are numbers; ``is_number`` says so if known."""
         if is_number is None:
-            is_number, wrong = {}, dict[str, ValueError]()
-            for name in self._feature_columns:
-                try:
-                    is_number[name] = name not in self.categorical and holds_numbers(table[name], path)
-                except ValueError as error:
-                    wrong[name] = error
-            if len(wrong) > 1:
-                raise ValueError("\n".join(map(str, [*wrong.values()][:5])) + _exclude_all([*self.exclude, *wrong]))
-            if wrong:
-                raise next(iter(wrong.values()))
+            undecided = [name for name in self._feature_columns if name not in self.categorical]
+            holding = which_hold_numbers(table[undecided], path, self.exclude)
+            is_number = {name: holding.get(name, False) for name in self._feature_columns}
         columns = {
             name: as_numbers(table[name], path) if number else as_text(table[name], path)
             for name, number in is_number.items()
         }
         return pd.DataFrame(columns, index=table.index), is_number
-
-
-def _exclude_all(names: Sequence[str]) -> str:
-    """Return the end of a message about several columns, with the option that leaves them out."""
-    return (
-        f"\nTo leave out all {len(names)}: --data.exclude "
-        f"{shlex.quote(json.dumps([cut(name) for name in names[:20]], ensure_ascii=False))}"
-    )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
+import shlex
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -355,6 +357,29 @@ def holds_numbers(column: pd.Series, path: str | Path, has_options: bool = True)
             f"key{each}"
         )
     return not is_text.any()
+
+
+def which_hold_numbers(table: pd.DataFrame, path: str | Path, exclude: Sequence[str]) -> dict[str, bool]:
+    """Return which columns of a table hold numbers.
+
+    Raises:
+        ValueError: as :func:`holds_numbers` does, of all columns of which it does, with the option that leaves them out
+            beside those of ``exclude``.
+    """
+    found, wrong = dict[str, bool](), dict[str, ValueError]()
+    for name in table:
+        try:
+            found[name] = holds_numbers(table[name], path)
+        except ValueError as error:
+            wrong[name] = error
+    if len(wrong) > 1:
+        names = [*exclude, *wrong]
+        listing = shlex.quote(json.dumps([cut(name) for name in names[:20]], ensure_ascii=False))
+        messages = "\n".join(map(str, [*wrong.values()][:5]))
+        raise ValueError(f"{messages}\nTo leave out all {len(names)}: --data.exclude {listing}")
+    if wrong:
+        raise next(iter(wrong.values()))
+    return found
 
 
 def as_numbers(column: pd.Series, path: str | Path, remedy: str | None = None) -> pd.Series:

@@ -25,7 +25,7 @@ from lightning_accel.data.tables.columns import (
     quantities_of_column,
     texts_of_column,
 )
-from lightning_accel.data.tables.files import as_text, holds_numbers
+from lightning_accel.data.tables.files import as_text, which_hold_numbers
 from lightning_accel.data.tables.leakage import doubts_of_answers, doubts_of_copies
 from lightning_accel.data.tables.statistics import (
     MISSING,
@@ -87,7 +87,7 @@ class ShardedTable:
 
         def collect() -> list[Any]:
             found = table_statistics(blocks, splits["train"], features, categorical, target)
-            doubts = list(_doubts(found, blocks, features, categorical, target, location))
+            doubts = list(_doubts(found, blocks, features, categorical, exclude, target, location))
             return [found.classes, found.target_moments, found.encoding(), doubts]
 
         kept = kept_json(options.cache_dir, (*made_of, "doubts"), collect)  # files of older versions have none
@@ -138,6 +138,7 @@ def _doubts(
     blocks: Blocks,
     features: Sequence[str],
     categorical: Sequence[str],
+    exclude: Sequence[str],
     target: Target,
     location: str | Path,
 ) -> Iterator[str]:
@@ -153,8 +154,8 @@ def _doubts(
             columns[name] = numbers_of_column(sample[name], name, lambda: str(location))
             continue
         columns[name] = as_text(sample[name].to_pandas(), location)
-        if name not in categorical:
-            holds_numbers(sample[name].to_pandas(), location)
+    undecided = [name for name in statistics.texts if name not in categorical]
+    which_hold_numbers(sample.select(undecided).to_pandas(), location, exclude)
     table = pd.DataFrame(columns)
     if target.is_quantity:
         answers = numbers_of_column(sample[target.name], target.name, lambda: str(location))
@@ -164,7 +165,7 @@ def _doubts(
     yield from doubts_of_columns(
         table, train, location, pd.Series(answers, name=target.name) if target.is_quantity else None
     )
-    yield from doubts_of_dates(table[[name for name in statistics.texts if name not in categorical]], location)
+    yield from doubts_of_dates(table[undecided], location)
     if len(sample) == int(blocks.rows.sum()):
         yield from doubts_of_copies(table, answers, train, held_out, location)
     yield from doubts_of_answers(table.iloc[train], answers[train], location, target.is_quantity)

@@ -226,6 +226,12 @@ def test_what_cannot_be_predicted_is_refused_before_training(tmp_path, flowers):
     folder = folder_of(tmp_path / "rows", flowers)
     with pytest.raises(ValueError, match=r"which group='zone' cannot split; write .* folders train, val and test"):
         data_of(folder, group="zone")
+    keys = [f"row {at}" for at in range(400)]
+    two = folder_of(tmp_path / "two", changed(flowers, key=pa.array(keys), name=pa.array(keys)))
+    with pytest.raises(
+        ValueError, match=r"(?s)'key' .*'name' .*To leave out all 2: --data.exclude '\[\"key\", \"name\"\]'"
+    ):
+        data_of(two).setup()
     with pytest.raises(FileNotFoundError, match=r"no folder, and no file, .*nowhere"):
         data_of(folder, predict_path=tmp_path / "nowhere").setup()
     new = folder_of(tmp_path / "new", changed(flowers, length=pa.array(["long"] * 400)))
