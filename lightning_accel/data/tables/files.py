@@ -367,7 +367,7 @@ def which_hold_numbers(table: pd.DataFrame, path: str | Path, exclude: Sequence[
             beside those of ``exclude``.
     """
     found, wrong = dict[str, bool](), dict[str, ValueError]()
-    for name in table:
+    for name in map(str, table):
         try:
             found[name] = holds_numbers(table[name], path)
         except ValueError as error:
