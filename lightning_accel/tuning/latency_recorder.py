@@ -1,6 +1,7 @@
 """What a trial of latency writes down: how long each sample takes, the outputs, and facts about the model."""
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import IO, Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from lightning_accel.strategies.batch_splitting import leaves
 from lightning_accel.strategies.checkpoints.atomic import write_atomically
 from lightning_accel.tuning.recorder import TrialEnd, model_facts_of, perturb_
+from lightning_accel.tuning.variant import Step
 
 _MOST_VALUES = 65_536  # of each tensor of a sample, evenly drawn from larger ones
 
@@ -65,7 +67,7 @@ class LatencyRecorder(L.Callback):
             return
         if self._file is None:
             self._file = open(self.folder / "steps.csv", "a", buffering=1)  # noqa: SIM115  # the trial's last act
-        self._file.write(f"{self._begin},{end},0.0,nan\n")
+        self._file.write(Step(self._begin, end, waited=0.0, loss=math.nan).to_line())
         if self.num_recorded == 1:
             facts = {"stage": "validate" if trainer.validating else "predict", "planned_steps": None}
             with write_atomically(self.folder / "facts.json") as part:

@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 from lightning_accel.ops.extras import import_on_use
 from lightning_accel.tuning.fork_server import ForkServer
 from lightning_accel.tuning.project import Changes, Project
-from lightning_accel.tuning.variant import TrialError, Variant
+from lightning_accel.tuning.variant import Step, TrialError, Variant
 
 stats = import_on_use("scipy.stats")
 
@@ -52,7 +52,7 @@ def record_losses(
     for seed in seeds:
         path = folder / f"seed_{seed}" / "steps.csv"
         lines = path.read_text().splitlines() if path.exists() else []  # a run may end the process by itself
-        losses.append([float(line.rpartition(",")[2]) for line in lines])
+        losses.append([Step.read(line).loss for line in lines])
         if len(losses[-1]) < num_steps:
             raise TrialError(f"the run has {len(losses[-1])} steps, fewer than the {num_steps} that are compared")
     return losses

@@ -1,6 +1,7 @@
 """What a trial writes down: the time of each step, losses, and facts about the run."""
 
 import json
+import math
 import os
 import sys
 import time
@@ -32,7 +33,7 @@ from lightning_accel.strategies.batch_splitting import leaves
 from lightning_accel.strategies.checkpoints.atomic import write_atomically
 from lightning_accel.tuning.identity import imported_code
 from lightning_accel.tuning.learning import larger_batches_of, why_not_bucketed_of, why_not_padded_of
-from lightning_accel.tuning.variant import SHAPES_VARY
+from lightning_accel.tuning.variant import SHAPES_VARY, Step
 
 
 class TrialEnd(Exception):
@@ -115,8 +116,10 @@ class StepRecorder(L.Callback):
                 self._file = open(self.folder / "steps.csv", "a", buffering=1)  # noqa: SIM115  # closed by teardown
             now, in_system = time.monotonic(), os.times().system
             if self._begin is not None or self.with_losses:
-                end, spent = now - self._validated, in_system - self._in_system
-                self._file.write(f"{self._begin},{end},{self._waited},{loss!r},{self._optimized},{spent}\n")
+                begin = math.nan if self._begin is None else self._begin
+                spent = in_system - self._in_system
+                step = Step(begin, now - self._validated, self._waited, loss, self._optimized, spent)
+                self._file.write(step.to_line())
             if self.num_recorded == 0 and not (self.folder / "facts.json").exists():
                 with write_atomically(self.folder / "facts.json") as part:
                     draws = self._random_state != _random_state(trainer.strategy.root_device)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,14 @@ class Step:
     loss: float
     optimized: float = 0.0
     in_system: float = 0.0
+
+    @classmethod
+    def read(cls, line: str) -> "Step":
+        """Return the step of a line of :meth:`to_line`."""
+        return cls(*map(float, line.split(",")))
+
+    def to_line(self) -> str:
+        return ",".join(map(repr, astuple(self))) + "\n"
 
 
 class Variant:
@@ -223,7 +231,7 @@ class Variant:
             self._read = file.tell()
         lines = text.split("\n")
         self._rest = lines.pop()
-        return [Step(*map(float, line.split(","))) for line in lines]
+        return [Step.read(line) for line in lines]
 
     def stop(self) -> None:
         """End all its processes."""
