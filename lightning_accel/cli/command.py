@@ -7,6 +7,7 @@ import sys
 import warnings
 from argparse import SUPPRESS, ArgumentError
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import fields, is_dataclass
 from inspect import signature
 from pathlib import Path
@@ -407,7 +408,8 @@ def _import_classes(arguments: Sequence[str], all_of_them: bool = False) -> None
     for package in (data, models):
         for name in package.__all__:
             if all_of_them or name in words:
-                getattr(package, name)
+                with suppress(ModuleNotFoundError) if all_of_them else nullcontext():  # of an extra
+                    getattr(package, name)
 
 
 def _require_long_enough(scheduler: Any, trainer: L.Trainer, interval: str, saved_length: int | None) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_accel import MoEClassifier
+from lightning_accel import MoEClassifier, models
 from lightning_accel.__main__ import main
 from lightning_accel.callbacks.distillation.teacher import load_teacher
 from lightning_accel.cli.checkpoints import Checkpoint
@@ -211,6 +211,16 @@ def test_wrong_input(command, run_folder, arguments, said):
     if result.status == 1:  # the Trainer opens its loggers before anybody's setup runs
         left = [path for path in left if path.parts[-3] != "lightning_logs" or path.suffix == ".ckpt"]
     assert not left
+
+
+@pytest.mark.usefixtures("own")
+def test_a_missing_extra_hides_no_mistake(monkeypatch, command):
+    monkeypatch.delitem(sys.modules, "lightning_accel.models.estimators", raising=False)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sklearn"] or ["sklearn"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert "has no option 'widht'; did you mean 'width'?" in command(*OWN, "--model.widht=3").err
+    with pytest.raises(ModuleNotFoundError, match=r"sklearn is needed here .*lightning_accel\[data\]"):
+        models.DBNClassifier  # noqa: B018
 
 
 @pytest.mark.parametrize(
