@@ -52,13 +52,6 @@ def lazy_getattr(
         if name not in module_of:
             nearest = "".join(f". Did you mean {one}?" for one in get_close_matches(name, module_of, n=1))
             raise AttributeError(f"module {package!r} has no attribute {name!r}{nearest}")
-        try:
-            return getattr(import_module(module_of[name]), name)
-        except ModuleNotFoundError as error:
-            from lightning_accel.ops.extras import EXTRA_OF, require_module
-
-            if error.name in EXTRA_OF:
-                require_module(error.name)  # whose message names the extra
-            raise
+        return getattr(import_module(module_of[name]), name)
 
     return __getattr__

@@ -14,10 +14,6 @@ import numpy as np
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from numpy.typing import ArrayLike, NDArray
-from sklearn.base import BaseEstimator, ClassifierMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixin
-from sklearn.utils import check_array, check_random_state
-from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Generator, Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 
@@ -27,7 +23,17 @@ from lightning_accel.models.dbn_fine_tuning import FineTuning
 from lightning_accel.models.dbn_stages import Stage
 from lightning_accel.nn.boltzmann.rbm import RBM
 from lightning_accel.nn.boltzmann.stack import UNKNOWN, RBMStack
+from lightning_accel.ops.extras import require_module
 from lightning_accel.ops.names import list_of_sizes
+
+try:
+    from sklearn.base import BaseEstimator, ClassifierMixin, ClassNamePrefixFeaturesOutMixin, TransformerMixin
+    from sklearn.utils import check_array, check_random_state
+    from sklearn.utils.multiclass import check_classification_targets
+    from sklearn.utils.validation import check_is_fitted, validate_data
+except ModuleNotFoundError:
+    require_module("sklearn")  # whose message names the extra
+    raise
 
 _MINIBATCHES = 500  # updates per training_step: one step of Lightning's loop costs as much as several updates
 _LEAST_UPDATES = 100  # of a classifier in a pass over the data, which small data are gone through several times for

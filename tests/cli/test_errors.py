@@ -216,8 +216,9 @@ def test_wrong_input(command, run_folder, arguments, said):
 @pytest.mark.usefixtures("own")
 def test_a_missing_extra_hides_no_mistake(monkeypatch, command):
     monkeypatch.delitem(sys.modules, "lightning_accel.models.estimators", raising=False)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "sklearn"] or ["sklearn"]:
-        monkeypatch.setitem(sys.modules, name, None)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sklearn"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
     assert "has no option 'widht'; did you mean 'width'?" in command(*OWN, "--model.widht=3").err
     with pytest.raises(ModuleNotFoundError, match=r"sklearn is needed here .*lightning_accel\[data\]"):
         models.DBNClassifier  # noqa: B018
