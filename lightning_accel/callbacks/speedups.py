@@ -36,6 +36,7 @@ from lightning_accel.ops.names import require_one_of
 
 CompileScope = Literal["children", "blocks"]
 CompileMode = Literal["reduce-overhead", "max-autotune"]
+MatmulPrecision = Literal["high", "medium"]
 AttentionBackend = Literal["native", "math", "efficient", "cudnn"]
 _BACKENDS = {
     "math": SDPBackend.MATH,
@@ -134,7 +135,7 @@ class Speedups(L.Callback):
         compile: CompileScope | None = None,  # the name of torch.compile
         compile_mode: CompileMode | None = None,
         compile_dynamic: bool = False,
-        matmul_precision: Literal["high", "medium"] | None = None,
+        matmul_precision: MatmulPrecision | None = None,
         onednn_matmul: bool = False,
         keep_freed_memory: bool = False,
         allocator: AllocatorName | None = None,
@@ -156,18 +157,23 @@ class Speedups(L.Callback):
         self.fused_messages = fused_messages
         self.batched_fetch = batched_fetch
         self.channels_last = channels_last
-        if attention is not None:
-            require_one_of("attention", attention, get_args(AttentionBackend))
+        for name, choice, allowed in (
+            ("attention", attention, get_args(AttentionBackend)),
+            ("compile", compile, get_args(CompileScope)),
+            ("compile_mode", compile_mode, get_args(CompileMode)),
+            ("matmul_precision", matmul_precision, get_args(MatmulPrecision)),
+            ("allocator", allocator, ALLOCATORS),
+        ):
+            if choice is not None:
+                require_one_of(name, choice, allowed)
         self.attention = attention
         if compile_mode is not None and (compile is None or native_dropout):
             reason = "compile, which says what is compiled" if compile is None else "native_dropout=False, as on a GPU"
             raise ValueError(f"compile_mode={compile_mode!r} needs {reason}")
         if compile_dynamic and compile is None:
             raise ValueError("compile_dynamic needs compile, which says what is compiled")
-        if allocator is not None:
-            require_one_of("allocator", allocator, ALLOCATORS)
-            if keep_freed_memory:
-                raise ValueError(f"allocator={allocator!r} keeps freed memory itself; leave keep_freed_memory out")
+        if allocator is not None and keep_freed_memory:
+            raise ValueError(f"allocator={allocator!r} keeps freed memory itself; leave keep_freed_memory out")
         self.defer_attention_weights = defer_attention_weights
         self.compile = compile
         self.compile_mode = compile_mode

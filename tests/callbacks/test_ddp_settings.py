@@ -72,6 +72,8 @@ def test_settings_reach_ddp_and_leave_the_strategy_as_it_was():
 def test_rejects_other_strategies():
     with pytest.raises(TypeError, match="needs DDP; got SingleDeviceStrategy"):
         fit("auto", 1, static_graph=True)
+    with pytest.raises(ValueError, match="compression must be one of bf16; got 'fp16'"):
+        DDPSettings(compression="fp16")
 
 
 def test_a_run_that_fails_leaves_the_strategy_as_it_was():

@@ -390,6 +390,12 @@ def test_what_an_allocator_needs_is_told_where_it_is_missing(monkeypatch):
     [
         ({"threads": 0}, "threads must be at least 1; got 0"),
         ({"attention": "flash"}, "attention must be one of native, math, efficient, cudnn; got 'flash'"),
+        ({"compile": "childs"}, "compile must be one of children, blocks; got 'childs'"),
+        (
+            {"compile": "blocks", "compile_mode": "fast"},
+            "compile_mode must be one of reduce-overhead, max-autotune; got",
+        ),
+        ({"matmul_precision": "low"}, "matmul_precision must be one of high, medium; got 'low'"),
         ({"num_workers": -1}, "num_workers must be at least 0; got -1"),
         ({"prefetch_factor": 0}, "prefetch_factor must be at least 1; got 0"),
         ({"num_workers": 0, "prefetch_factor": 4}, "prefetch_factor=4 needs workers"),
