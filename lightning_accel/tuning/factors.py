@@ -32,6 +32,7 @@ _SAVED = {
     "onednn_matmul": 0.3,
     "fused_messages": 0.25,
     "attention=native": 0.2,
+    "channels_last": 0.12,
     "native_dropout": 0.1,
 }
 _SAVED_BY_OTHERS = 0.05

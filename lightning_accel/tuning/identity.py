@@ -145,7 +145,7 @@ def require_same(then: Mapping[str, Any], now: Mapping[str, Any], folder: Path) 
     if found := _differences(then, now):
         raise ValueError(
             f"{folder} holds measurements of another run, or of this one under other conditions: {'; '.join(found)}. "
-            "Remove the folder, or choose another output"
+            "Remove the folder, or choose another by --output, output= in Python"
         )
 
 
@@ -158,7 +158,10 @@ def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         if isinstance(before, dict) and isinstance(after, dict):
             found += _differences(before, after)
         elif _is_digest(before) or _is_digest(after):
-            found.append(f"{name} has changed")
+            what = (
+                "belongs to it now" if before is None else "belongs to it no more" if after is None else "has changed"
+            )
+            found.append(f"{name} {what}")
         else:
             found.append(f"{name} was {_shown(before)}, and is {_shown(after)}")
     return found

@@ -89,7 +89,9 @@ def _report(outcome: Outcome, command: str, date: str) -> str:
         reason = why_nothing(outcome)
         lines += [f"{reason[0].upper()}{reason[1:]}. Nothing is changed."]
         if proof is not None:
-            lines += ["", f"Together, the best changes gave {proof.memory or proof.ratio or proof.reason}."]
+            measured = proof.memory or proof.ratio
+            told = f"measured as {measured} times" if measured else f"not measured: {proof.reason}"
+            lines += ["", f"The best changes together were {told}."]
     if allocator := outcome.changes.speedups.get("allocator"):
         variables = " ".join(f"{name}={value}" for name, value in variables_for(allocator).items())
         lines += [

@@ -81,7 +81,7 @@ def test_code_of_the_run_belongs_to_it_wherever_it_stands(monkeypatch, tmp_path)
     with pytest.raises(ValueError, match=r"net_of_a_user\.py has changed\."):
         run(tmp_path / "tuned")
     own.unlink()
-    with pytest.raises(ValueError, match=r"net_of_a_user\.py has changed\."):
+    with pytest.raises(ValueError, match=r"net_of_a_user\.py belongs to it no more\."):
         run(tmp_path / "tuned")
 
 

@@ -583,7 +583,7 @@ def test_a_start_that_no_speed_makes_up_for_is_not_waited_for(monkeypatch, tmp_p
 
 def test_measurements_of_another_run_are_not_mixed(world, tmp_path):
     run(tmp_path)
-    with pytest.raises(ValueError, match=r"another run.*choose another output"):
+    with pytest.raises(ValueError, match=r"another run.*choose another by --output, output= in Python"):
         run(tmp_path, identity={"of": "another"})
 
 
@@ -934,6 +934,8 @@ def test_dropout_is_found_in_layers(module, expected):
 def test_a_budget_goes_first_to_what_may_save_most_and_last_to_what_starts_slowly(shares, first):
     tried_in_turn = [one for one in factors_for(FACTS, shares) if isinstance(one, Factor)]
     assert [one.name for one in tried_in_turn if "allocator" not in one.name][:4] == first
+    names = [one.name for one in factors_for(FACTS | {"has_dropout": True, "num_conv2d": 2}, shares)]
+    assert names.index("channels_last") < names.index("native_dropout")  # one dropout among convolutions
     assert {one.group for one in tried_in_turn[-2:]} == {"compile"}
 
 
