@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -241,6 +242,7 @@ def num_compiled_graphs() -> int:
 
 def profile_with_stacks(activities: Sequence[Any]) -> torch.profiler.profile:
     """Return a profile whose events have the Python stack, for which torch.profiler needs a private option."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or its start and end are lines of the error stream
     config = torch._C._profiler._ExperimentalConfig(verbose=True)
     return torch.profiler.profile(activities=activities, with_stack=True, experimental_config=config)
 
