@@ -97,8 +97,8 @@ def _slow_loader(seen: Examined, parts: dict[str, float], machine: Machine) -> I
     once = "augment whole batches in on_after_batch_transfer" if seen.loader_draws else "prepare samples once, ahead"
     if not workers:
         mend = (
-            f"try num_workers=1 to {most} with persistent_workers=True, which pays where loading a batch takes longer than "
-            f"sending it from another process; or {once} (tune measures what workers bring)"
+            f"try num_workers=1 to {most} with persistent_workers=True, which pays where loading a batch takes longer "
+            f"than sending it from another process; or {once} (tune measures what workers bring)"
         )
     elif workers > most:
         mend = f"num_workers={most}: {workers} workers share {machine.cores:g} cores with the training"
