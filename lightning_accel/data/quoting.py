@@ -41,9 +41,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
     >>> did_you_mean("targt", ["target", "x"]), did_you_mean("y", ["target", "x"])
     ("; did you mean 'target'?", '.')
+    >>> did_you_mean("CRP", ["age", "crp"])
+    "; did you mean 'crp'?"
     """
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {shown(near[0])}?" if near else "."
+    in_lower_case = {one.lower(): one for one in known}
+    near = difflib.get_close_matches(name.lower(), in_lower_case, n=1)
+    return f"; did you mean {shown(in_lower_case[near[0]])}?" if near else "."
 
 
 def lacking_column(name: str, columns: Sequence[str], is_target: bool = False) -> str:

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
+from torchmetrics.aggregation import MeanMetric
 
 from lightning_accel._private.lightning import has_trainer
 from lightning_accel._private.torch import tree_leaves, tree_map
@@ -21,7 +22,7 @@ from lightning_accel.models.hooks import (
     name_classes,
     require_class_names,
 )
-from lightning_accel.models.masked_loss import MaskedLoss, SupervisedModel, masked_loss
+from lightning_accel.models.masked_loss import MaskedLoss, SupervisedModel, is_valid, masked_loss
 from lightning_accel.nn.recurrent.block import RecurrentBlock, require_block_parts
 from lightning_accel.nn.recurrent.dynamic import DynamicRNN
 from lightning_accel.ops.options import options_of, read_options
@@ -151,8 +152,10 @@ class SequenceModel(SupervisedModel):
     micro-batches.
 
     Logged: ``train/loss``; ``loss`` and ``accuracy``, or ``mse`` of values in the unit of the batches, under ``val/``
-    and ``test/``, as means over all valid targets of the epoch. ``predict`` returns classes with their probability,
-    values, lists of the classes of steps, or continues each sequence for ``horizon`` steps.
+    and ``test/``, as means over all valid targets of the epoch. Of forecasts, whose batches a ``SequenceDataModule``
+    standardizes, also ``mse_if_repeated``, the error of repeating the last step, which a model should fall below.
+    ``predict`` returns classes with their probability, values, lists of the classes of steps, or continues each
+    sequence for ``horizon`` steps.
 
     **Truncated back-propagation through time**: if batches have ``carried``, each sample continues from the final state
     of sample ``carried[i]`` of the batch before, or from zeros (-1), and no gradient flows back into that batch; the
@@ -231,6 +234,7 @@ class SequenceModel(SupervisedModel):
         self._dropout = dropout
         self._hidden_dim, self._num_layers = layers.hidden_dim, layers.num_layers
         self.head: nn.Module | None = None
+        self.val_repeated, self.test_repeated = MeanMetric(), MeanMetric()
         self._carried = _CarriedState()
         if target_kind is not None and self._num_scores() and (num_features or vocab_size):
             self.configure_model()
@@ -382,6 +386,15 @@ class SequenceModel(SupervisedModel):
     def _masked_loss(self, batch: Any, stage: str) -> MaskedLoss:
         unit = self.value_std if self.target_kind == "regression" else None
         return masked_loss(self._scores(SequenceBatch(*batch), stage), self._target(batch, stage), unit)
+
+    def _evaluate(self, batch: Any, stage: str, loss: MeanMetric, score: MeanMetric) -> None:
+        super()._evaluate(batch, stage, loss, score)
+        if self.target_kind == "forecasting" and self.vocab_size is None:
+            x, target = SequenceBatch(*batch).x, self._target(batch, stage)
+            valid, repeated = is_valid(target), self.val_repeated if stage == "val" else self.test_repeated
+            errors = torch.where(valid, target - x, 0.0).float().square()
+            repeated.update(errors.sum() / valid.sum().clamp(min=1), weight=valid.sum())
+            self.log(f"{stage}/mse_if_repeated", repeated, batch_size=self._num_samples(batch))
 
     def _scores(self, batch: SequenceBatch, stage: str) -> Tensor:
         if batch.carried is None:

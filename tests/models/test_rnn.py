@@ -199,6 +199,10 @@ def test_evaluation_is_the_mean_over_all_valid(kind):
     assert figures["val/loss"] == pytest.approx(whole, rel=1e-5)
     name = "val/mse" if kind in ("regression", "forecasting") else "val/accuracy"
     assert (figures[name] == pytest.approx(whole, rel=1e-5)) if name == "val/mse" else (0 <= figures[name] <= 1)
+    if kind == "forecasting":
+        rows = [x[:length] for part in parts for x, length in zip(part.x, part.lengths.tolist(), strict=True)]
+        by_hand = torch.cat([(row[1:] - row[:-1]).flatten() for row in rows]).square().mean().item()
+        assert figures["val/mse_if_repeated"] == pytest.approx(by_hand, rel=1e-5)
 
 
 class TestPrediction:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import lightning as L
 import numpy as np
 from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_accel.data.bounds import require_at_least
 from lightning_accel.data.digest import digest_of
@@ -171,6 +172,12 @@ def datamodule_loader(
     warnings.filterwarnings("ignore", message=".*does not have many workers", category=UserWarning)  # threads read
     # a writer of predictions needs none, since rows come in the order of the files
     warnings.filterwarnings("ignore", message="Couldn't infer the batch indices.*ShardLoader", category=UserWarning)
+    num_processes, repeated = options["num_replicas"], -blocks.num_rows % options["num_replicas"]
+    if split == "test" and repeated:
+        rank_zero_warn(
+            f"{repeated} of {blocks.num_rows} rows are taken twice, so that each of {num_processes} processes has as "
+            "many, and the metrics of the test deviate by that; test with --trainer.devices 1 for exact ones"
+        )
     if split == "train" and datamodule.trainer is not None:
         loader.progress = progress_of(datamodule.trainer)
     return loader

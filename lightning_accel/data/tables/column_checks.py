@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_accel.data.quoting import listed, shown
+from lightning_accel.data.quoting import cut, listed, shown
 from lightning_accel.data.shards.files import is_sharded
+from lightning_accel.ops.names import list_some
 
 if TYPE_CHECKING:
     import pandas as pd
 
 _FEWEST_ROWS = 20  # in fewer rows, such patterns are chance
+_FEWEST_OF_CLASS = 10
 _FEWEST_REPEATS = 0.01  # share of the rows
 _CODES = -99.0, -999.0, -9999.0, -99999.0  # as people write missing values
 _FEWEST_MARKED = 5  # values with a mark that may be one of thousands
@@ -60,6 +62,17 @@ def doubts_of_columns(
             in_one_file = "set csv.missing, as by --data.csv.missing={code:g}"
             remedy = "write null in the files" if is_sharded(path) else in_one_file
             yield from _doubt_of_code(features[name], path, remedy)
+
+
+def doubts_of_classes(labels: np.ndarray, names: Sequence[str], path: str | Path) -> Iterator[str]:
+    """Yield a warning of classes of few rows, on which metrics of a test say little."""
+    counts = np.bincount(labels[labels >= 0], minlength=len(names))
+    rows_of = dict(zip(names, counts.tolist(), strict=True))
+    if rare := [f"{cut(name)} ({rows})" for name, rows in rows_of.items() if rows < _FEWEST_OF_CLASS]:
+        yield (
+            f"classes of fewer than {_FEWEST_OF_CLASS} rows of {path}: {list_some(rare, 5)}. The test has one or two "
+            "of each, so that its metrics say little about them; merge them, or gather more rows"
+        )
 
 
 def doubts_of_dates(texts: pd.DataFrame, path: str | Path) -> Iterator[str]:

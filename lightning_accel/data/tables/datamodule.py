@@ -22,7 +22,12 @@ from lightning_accel.data.shards.loader import datamodule_loader
 from lightning_accel.data.shards.moments import Moments
 from lightning_accel.data.shards.options import ShardOptions
 from lightning_accel.data.shards.splits import Split
-from lightning_accel.data.tables.column_checks import doubts_of_columns, doubts_of_dates, warn_of_new_numbers
+from lightning_accel.data.tables.column_checks import (
+    doubts_of_classes,
+    doubts_of_columns,
+    doubts_of_dates,
+    warn_of_new_numbers,
+)
 from lightning_accel.data.tables.encoding import make_encoder, names_of_features, to_tensor
 from lightning_accel.data.tables.files import (
     A_QUANTITY,
@@ -40,7 +45,7 @@ from lightning_accel.data.tables.files import (
     split_in_three,
     which_hold_numbers,
 )
-from lightning_accel.data.tables.leakage import doubts_of_answers, doubts_of_copies
+from lightning_accel.data.tables.leakage import doubts_of_answers, doubts_of_copies, doubts_of_groups
 from lightning_accel.data.tables.sharded import ShardedTable, new_category_message
 from lightning_accel.data.tables.statistics import Target
 from lightning_accel.ops.extras import import_on_use
@@ -123,7 +128,7 @@ class TabularDataModule(InMemoryDataModule):
         exclude: columns that are no features, such as a key.
         group: column of which equal values stay together among the rows that train, validate or test, such as a patient
             or a machine of which several rows tell; it is no feature. Shares are those of groups then, and not
-            stratified.
+            stratified. Files of a folder say themselves what they are for then, and are checked.
         csv: how a CSV file is written, see :class:`lightning_accel.data.CSVFormat`.
         val_share: share of the rows that validate.
         test_share: share of the rows that test.
@@ -213,8 +218,10 @@ class TabularDataModule(InMemoryDataModule):
         self.categorical = list_of_names(categorical)
         self.exclude = list_of_names(exclude)
         self.group = group
-        if group is not None:
-            self._require_groups_of(path, group)
+        if group == self.target:
+            raise ValueError(f"group={group!r} is the target; name the column whose equal values belong together")
+        if group is not None and self.csv.unlabeled:
+            raise ValueError(f"group={group!r} has no effect on rows of unknown class; leave csv.unlabeled out")
         self.val_share = val_share
         self.test_share = test_share
         self.seed = seed
@@ -273,7 +280,8 @@ class TabularDataModule(InMemoryDataModule):
         )
         held_out = np.concatenate([val, test])
         texts = [name for name, number in is_number.items() if not number and name not in self.categorical]
-        for doubt in self._doubts(features, labels, texts, train, held_out) if is_doubted else ():
+        beside = table[[] if self._is_quantity or self.group else self.exclude]
+        for doubt in self._doubts(features, labels, texts, train, held_out, beside) if is_doubted else ():
             rank_zero_warn(doubt)
         self._warn_of_new_categories(features.iloc[held_out], self.path)
         self.predict_rows = BatchTensorDataset(self.test_rows.tensors[0])
@@ -315,15 +323,23 @@ class TabularDataModule(InMemoryDataModule):
         self._predict_columns = table[[name for name in (self.target, *self._no_features) if name in table]]
 
     def _doubts(
-        self, features: pd.DataFrame, labels: np.ndarray, texts: list[str], train: np.ndarray, held_out: np.ndarray
+        self,
+        features: pd.DataFrame,
+        labels: np.ndarray,
+        texts: list[str],
+        train: np.ndarray,
+        held_out: np.ndarray,
+        beside: pd.DataFrame,
     ) -> Iterator[str]:
-        """Yield what is doubtful in the rows of a file, of which some train and others are held out."""
+        """Yield what is doubtful in the rows of a file, of which some train, and in columns that may be of groups."""
         assert isinstance(self.path, Path)
         quantity = pd.Series(labels, name=self.target) if self._is_quantity else None
         yield from doubts_of_columns(features, train, self.path, quantity)
         yield from doubts_of_dates(features[texts], self.path)
+        yield from doubts_of_classes(labels, self.class_names or [], self.path) if not self._is_quantity else ()
         yield from doubts_of_copies(features, labels, train, held_out, self.path)
         yield from doubts_of_answers(features.iloc[train], labels[train], self.path, self._is_quantity)
+        yield from doubts_of_groups(beside, features, labels, self.path)
 
     @property
     def predict_columns(self) -> pd.DataFrame:
@@ -351,18 +367,6 @@ class TabularDataModule(InMemoryDataModule):
     @property
     def _no_features(self) -> list[str]:
         return [*dict.fromkeys([*self.exclude, *([] if self.group is None else [self.group])])]
-
-    def _require_groups_of(self, path: str | Path, group: str) -> None:
-        """Raise a ValueError if rows cannot be split by ``group``."""
-        if self.is_sharded:
-            raise ValueError(
-                f"{path} is a folder or URL of files, which group={group!r} cannot split; write the rows that train, "
-                "validate and test to files in folders train, val and test"
-            )
-        if group == self.target:
-            raise ValueError(f"group={group!r} is the target; name the column whose equal values belong together")
-        if self.csv.unlabeled:
-            raise ValueError(f"group={group!r} has no effect on rows of unknown class; leave csv.unlabeled out")
 
     def _split(self, labels: np.ndarray, path: Path, table: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the rows that train, validate and test; those of unknown class train."""
@@ -452,7 +456,8 @@ class TabularDataModule(InMemoryDataModule):
     def _sharded_table(self) -> ShardedTable:
         shares = self.val_share, self.test_share
         target = Target(self.target, self._is_quantity)
-        return ShardedTable(self.path, target, self.categorical, self.exclude, shares, self.seed, self.shards)
+        columns = self.categorical, self._no_features
+        return ShardedTable(self.path, target, *columns, shares, self.seed, self.shards, self.group)
 
     def _loader(self, split: Split | Literal["predict"]) -> DataLoader[Any]:
         blocks = self._predicted if split == "predict" else self._table.splits[split]

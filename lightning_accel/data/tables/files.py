@@ -101,6 +101,13 @@ def read_table(
                     index_col=False,
                     low_memory=False,  # True infers a type per chunk, so that it depends on where a text stands
                 )
+            if decimal == ",":
+                others = table.drop(columns=[*text_columns], errors="ignore")
+                names = [*others.select_dtypes(exclude=["integer", "bool"])]
+                texts = pd.read_csv(
+                    path, sep=separator, usecols=names, dtype=str, na_values=list(missing), index_col=False
+                )
+                _require_no_points(texts, path)
             if doubtful := [column for column in table if may_have_thousands(table[column])]:
                 texts = pd.read_csv(path, sep=separator, usecols=doubtful, dtype=str, index_col=False)
                 for column in doubtful:
@@ -122,10 +129,25 @@ def read_table(
         if str(path) in str(error):
             raise
         remedy = ". Save it as UTF-8" if isinstance(error, UnicodeDecodeError) else ""
+        if isinstance(error, pd.errors.ParserError) and "fields" in str(error):
+            remedy = ". A value that holds the separator has to stand in quotation marks"
         raise ValueError(f"{path} cannot be read as {path.suffix[1:]}: {cut(error, 200)}{remedy}") from error
     if table.empty:
         raise ValueError(f"{path} has a header but no rows")
     return table.rename(columns=str)
+
+
+def _require_no_points(texts: pd.DataFrame, path: Path) -> None:
+    """Raise a ValueError if numbers have a point, which pandas reads as a decimal mark beside the comma."""
+    for name in texts:
+        present = texts[name].dropna().str.strip()
+        is_pointed = present.str.fullmatch(r"[-+]?\d+(\.\d+)+(,\d+)?")
+        others = pd.to_numeric(present[~is_pointed].str.replace(",", "."), errors="coerce")
+        if is_pointed.any() and others.notna().all():
+            raise ValueError(
+                f"column {shown(str(name))} of {path} holds {shown(present[is_pointed].iloc[0])}, with a point, where "
+                "csv.decimal is ',': remove marks of thousands from the file, or write its decimals with a comma"
+            )
 
 
 def _read_header(path: Path, separator: str) -> tuple[str, pd.DataFrame]:
@@ -225,8 +247,8 @@ def read_classes(
         uncounted = f"; {num_unknown} rows without a class do not count" if num_unknown else ""
         otherwise = f"; {quantity}" if _numbers_of(classes).notna().all() else ""
         raise ValueError(
-            f"{where} holds {len(classes)} classes, of which {shown(rarest)} has {counts.min()} rows; each needs 3, "
-            f"one for each split. Merge rare classes, or leave their rows out{uncounted}{otherwise}"
+            f"{where} holds {len(classes)} classes, of which {shown(rarest)} is that of {counts.min()} of the rows; "
+            f"each needs 3, one for each split. Merge rare classes, or leave their rows out{uncounted}{otherwise}"
         )
     return labels.astype(np.int64), classes
 
@@ -389,13 +411,14 @@ def as_numbers(column: pd.Series, path: str | Path, remedy: str | None = None) -
     wrong = (numbers.isna() & column.notna()) | (numbers.abs() > LARGEST)
     if wrong.any():
         first = str(column[wrong].iloc[0])
+        most = f" of at most {LARGEST:g}" if numbers[wrong].notna().any() else ""
         if remedy is None and _is_csv(path) and re.fullmatch(_WITH_COMMA, first):
             remedy = _SET_DECIMAL[0].upper() + _SET_DECIMAL[1:]
             if column[wrong].astype(str).str.fullmatch(r"[-+]?\d{1,3}(,\d{3})+").all():
                 remedy = f"{_REMOVE_SIGNS} if {first.replace(',', '')} is meant; {_SET_DECIMAL}"
         remedy = remedy or (_REMOVE_SIGNS if _is_figure(first) else "Mend the value, or list it under csv.missing")
         raise ValueError(
-            f"column {shown(column.name)} of {path} must hold numbers of at most {LARGEST:g}; got {shown(first)} in "
+            f"column {shown(column.name)} of {path} must hold numbers{most}; got {shown(first)} in "
             f"{_first_row(wrong)}{_and_others(wrong)}. {remedy}"
         )
     return numbers

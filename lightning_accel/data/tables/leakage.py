@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ _SMALLEST_SHARE = 0.05  # of the rows that validate and test
 _MOST_NUMBERS = 20  # rows that differ in so few numbers coincide by chance
 _FEWEST_ROWS = 20  # in fewer rows, a column agrees with the target by chance
 _ROWS_OF_A_VALUE = 20
+_FEWEST_GROUPS = 10
 _LARGEST_CORRELATION = 0.9999
 _LEAST_CHANCE = 1e-6
 
@@ -59,9 +61,8 @@ def doubts_of_answers(features: pd.DataFrame, target: np.ndarray, path: str | Pa
 
     There must be other columns, and more than 20 rows. A column tells a quantity if the absolute value of their
     correlation, or of that of their ranks, exceeds 0.9999. It tells the class if each of its values is in rows of one
-    class alone, and there are as many values as classes, as in a copy, or 20 rows for each value; or if it holds texts,
-    and classes drawn at random would be as pure less than once in a million. A number that separates the classes at a
-    threshold has more values, and is not named.
+    class alone, and there are as many values as classes, as in a copy, or 20 rows for each value, or classes drawn at
+    random would be as pure less than once in a million; or if it is a number that thresholds separate all classes by.
 
     Args:
         features: training rows.
@@ -69,7 +70,7 @@ def doubts_of_answers(features: pd.DataFrame, target: np.ndarray, path: str | Pa
         path: the file, for messages.
         is_quantity: which of both.
     """
-    known = np.flatnonzero(is_quantity | (target != -100))
+    known = np.flatnonzero(_different(features, target) & (is_quantity | (target != -100)))
     features, target = features.iloc[known], target[known]
     if len(target) <= _FEWEST_ROWS or len(features.columns) < 2:
         return
@@ -96,12 +97,56 @@ def _tells_quantity(column: pd.Series, target: np.ndarray) -> bool:
 
 
 def _tells_class(column: pd.Series, target: np.ndarray) -> bool:
+    counts = np.unique(target, return_counts=True)[1]
+    is_number = column.dtype == np.float64
+    if is_number and not column.isna().any() and _are_apart(column.to_numpy(), target, counts):
+        return True
     groups = pd.Series(target).groupby(column.to_numpy(), dropna=False)
     if not (groups.nunique() == 1).all():
         return False
-    most_values = max(len(np.unique(target)), len(target) / _ROWS_OF_A_VALUE)
-    if column.nunique(dropna=False) <= most_values:
+    if column.nunique(dropna=False) <= max(len(counts), len(target) / _ROWS_OF_A_VALUE):
         return True
-    shares = np.unique(target, return_counts=True)[1] / len(target)
-    by_chance = np.log((shares[:, None] ** groups.size().to_numpy()).sum(0)).sum()
-    return column.dtype != np.float64 and bool(by_chance < np.log(_LEAST_CHANCE))
+    by_chance = np.log(((counts / len(target))[:, None] ** groups.size().to_numpy()).sum(0)).sum()
+    is_name = not is_number or bool((column.dropna() % 1 == 0).all())
+    return is_name and bool(by_chance < np.log(_LEAST_CHANCE))
+
+
+def _are_apart(numbers: np.ndarray, target: np.ndarray, counts: np.ndarray) -> bool:
+    """Return whether thresholds on a number separate all classes, and numbers in any order hardly would."""
+    in_order = np.lexsort([target, numbers])
+    ends = np.flatnonzero(np.diff(target[in_order]))
+    if len(ends) != len(counts) - 1 or (numbers[in_order[ends]] == numbers[in_order[ends + 1]]).any():
+        return False
+    by_chance = math.lgamma(len(counts) + 1) + sum(map(math.lgamma, counts + 1)) - math.lgamma(len(target) + 1)
+    return by_chance < math.log(_LEAST_CHANCE)
+
+
+def doubts_of_groups(
+    columns: pd.DataFrame, features: pd.DataFrame, target: np.ndarray, path: str | Path
+) -> Iterator[str]:
+    """Yield a warning of columns that are no features, of which rows of equal values have one class, as of a person.
+
+    Args:
+        columns: these columns, of all rows.
+        features: the others, of all rows.
+        target: their classes, -100 where one is unknown.
+        path: the file, for messages.
+    """
+    known = _different(features, target) & (target != -100)
+    columns, target = columns[known], target[known]
+    if found := [name for name in columns if _repeats(columns[name]) and _tells_class(columns[name], target)]:
+        yield (
+            f"columns of {path} that are no features, of which rows of equal values are of one class: "
+            f"{listed(found, 5)}. If these rows are of one person or thing, name the column as group: else the "
+            "model is tested on persons or things that it has trained on"
+        )
+
+
+def _different(features: pd.DataFrame, target: np.ndarray) -> np.ndarray:
+    """Return which rows are no copies of one before, which agree in all columns for no other reason."""
+    return ~features.assign(**{"": target}).duplicated().to_numpy()
+
+
+def _repeats(column: pd.Series) -> bool:
+    """Return whether there are many values, of several rows each, as those of persons and machines."""
+    return len(column) > _FEWEST_ROWS and _FEWEST_GROUPS < column.nunique() < 0.75 * len(column)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from lightning_accel.data.tables.columns import (
     texts_of_column,
 )
 from lightning_accel.data.tables.files import as_text, which_hold_numbers
-from lightning_accel.data.tables.leakage import doubts_of_answers, doubts_of_copies
+from lightning_accel.data.tables.leakage import doubts_of_answers, doubts_of_copies, doubts_of_groups
 from lightning_accel.data.tables.statistics import (
     MISSING,
     TableStatistics,
@@ -71,6 +72,7 @@ class ShardedTable:
         shares: tuple[float, float],
         seed: int,
         options: ShardOptions,
+        group: str | None = None,
     ) -> None:
         self.location = location
         self.target = target
@@ -83,10 +85,15 @@ class ShardedTable:
                 f"{location} has no column left for features beside {shown(target.name)} and those excluded"
             )
         splits = split_blocks(blocks, shares, seed, location)
-        made_of = blocks.digest(), blocks.files.versions, features, [*categorical], [*target], splits["train"].tolist()
+        of_rows = blocks.digest(), blocks.files.versions, features, [*categorical], [*target], splits["train"].tolist()
+        made_of = (*of_rows, *([] if group is None else ["group", group]))
 
         def collect() -> list[Any]:
-            found = table_statistics(blocks, splits["train"], features, categorical, target)
+            if group is not None:
+                _require_split(blocks, splits, group, location)
+            kinds = {name: blocks.schema.field(name).type for name in exclude}
+            beside = [name for name, kind in kinds.items() if pa.types.is_string(kind) or pa.types.is_integer(kind)]
+            found = table_statistics(blocks, splits["train"], features, categorical, target, beside)
             doubts = list(_doubts(found, blocks, features, categorical, exclude, target, location))
             return [found.classes, found.target_moments, found.encoding(), doubts]
 
@@ -133,6 +140,27 @@ class ShardedTable:
         return read.to_pandas(integer_object_nulls=True)
 
 
+def _require_split(blocks: Blocks, splits: dict[Split, np.ndarray], group: str, location: str | Path) -> None:
+    """Raise a ValueError if files do not say what they are for, or a group is in two splits."""
+    said = blocks.files.splits()
+    if not {"train", "val", "test"} <= {*said}:
+        raise ValueError(
+            f"{location} is a folder or URL of files, which are not split by group={group!r}. Write the rows that "
+            "train, validate and test to folders train, val and test in it, which are checked; or read one file in "
+            "place of the folder, which is split"
+        )
+    found = {
+        split: {value for block in chosen.tolist() for value in blocks.read(block, [group])[group].unique().to_pylist()}
+        for split, chosen in splits.items()
+    }
+    for one, other in itertools.combinations(found, 2):
+        if shared := sorted(map(str, found[one] & found[other])):
+            raise ValueError(
+                f"files of {location} for {one} and {other} share values of group={group!r}: {listed(shared, 5)}. Put "
+                "all rows of a value in one of them"
+            )
+
+
 def _doubts(
     statistics: TableStatistics,
     blocks: Blocks,
@@ -169,6 +197,9 @@ def _doubts(
     if len(sample) == int(blocks.rows.sum()):
         yield from doubts_of_copies(table, answers, train, held_out, location)
     yield from doubts_of_answers(table.iloc[train], answers[train], location, target.is_quantity)
+    beside = [name for name in exclude if name in sample.column_names]
+    if not target.is_quantity and not any(blocks.files.splits()):  # which somebody has split
+        yield from doubts_of_groups(sample.select(beside).to_pandas(), table, answers, location)
 
 
 class TableEncoder:

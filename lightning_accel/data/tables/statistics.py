@@ -79,7 +79,7 @@ class TableStatistics:
         texts: categories of each other column, sorted.
         classes: names of the classes, sorted; None for a quantity.
         target_moments: mean and standard deviation of a quantity; None for classes.
-        sample: evenly spaced rows of all blocks, with the target; all rows where they are few.
+        sample: evenly spaced rows of all blocks, with the target and columns beside; all rows where they are few.
         trains: which of these train.
     """
 
@@ -107,11 +107,17 @@ class TableStatistics:
 
 
 def table_statistics(
-    blocks: Blocks, train: np.ndarray, features: Sequence[str], categorical: Sequence[str], target: Target
+    blocks: Blocks,
+    train: np.ndarray,
+    features: Sequence[str],
+    categorical: Sequence[str],
+    target: Target,
+    beside: Sequence[str] = (),
 ) -> TableStatistics:
     """Read all blocks once, with threads, and return the statistics of those that ``train``.
 
-    Medians are those of up to 2 ** 24 values of all columns together, from evenly spaced rows of each block.
+    Medians are those of up to 2 ** 24 values of all columns together, from evenly spaced rows of each block. Of columns
+    ``beside`` the features, the sample alone is kept.
 
     Raises:
         ValueError: if a column holds something else than numbers, texts and booleans, numbers that are infinite or
@@ -128,7 +134,7 @@ def table_statistics(
     total = int(blocks.rows[train].sum())
     share = min(1.0, _SAMPLE / max(1, sum(is_number.values())) / total)
     share_of_rows = min(1.0, _SAMPLE_OF_ROWS / (1 + len(features)) / int(blocks.rows.sum()))
-    read = partial(_block_statistics, blocks, is_number, target, share, share_of_rows)
+    read = partial(_block_statistics, blocks, is_number, beside, target, share, share_of_rows)
     numbers = {name: NumberStatistics() for name, number in is_number.items() if number}
     texts: dict[str, set[str]] = {name: set() for name, number in is_number.items() if not number}
     trains = np.isin(np.arange(len(blocks)), train)
@@ -200,9 +206,15 @@ class _Found(NamedTuple):
 
 
 def _block_statistics(
-    blocks: Blocks, is_number: dict[str, bool], target: Target, share: float, share_of_rows: float, block: int
+    blocks: Blocks,
+    is_number: dict[str, bool],
+    beside: Sequence[str],
+    target: Target,
+    share: float,
+    share_of_rows: float,
+    block: int,
 ) -> _Found:
-    table = blocks.read(block, [*is_number, target.name])
+    table = blocks.read(block, [*is_number, *beside, target.name])
     codes, classes = texts_of_column(table[target.name])
     if (codes < 0).any():
         raise ValueError(

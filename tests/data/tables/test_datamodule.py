@@ -323,8 +323,8 @@ def test_columns_that_tell_the_class_are_told(make, table, copy):
     assert warnings_of_answers(make, table[["kind"]].assign(copy=table["kind"].map(copy)), exclude=[]) == []
 
 
-def test_codes_of_many_rows_each_tell_the_class_and_measures_do_not(make, table):
-    """Breeds tell the species, unless this may be chance; a threshold on a measure may, too, and is no answer."""
+def test_codes_of_many_rows_each_and_thresholds_tell_the_class(make, table):
+    """Breeds tell the species, unless this may be chance, and so do thresholds on a measure."""
     many = pd.concat([table] * 4, ignore_index=True)
     breed = many["kind"] + (many.index % 2).astype(str)
     (answers,) = warnings_of_answers(make, many.assign(breed=breed))
@@ -333,7 +333,12 @@ def test_codes_of_many_rows_each_tell_the_class_and_measures_do_not(make, table)
     own = pd.DataFrame({"own": list(map(str, [*range(18), *"aabbcc"])), "x": 1.0})
     assert list(doubts_of_answers(own, np.arange(24) // 2 % 3, "own.csv", is_quantity=False)) == []
     measure = many["kind"].map({"oak": 9.0, "ash": 4, "elm": 1}) + np.arange(240) % 20 / 10
+    (answers,) = warnings_of_answers(make, many.assign(measure=measure))
+    assert ": measure. If" in answers
+    measure[many["kind"] == "elm"] = 5.0 + np.arange(48) % 20 / 10  # as some ashes
     assert warnings_of_answers(make, many.assign(measure=measure)) == []
+    few = pd.DataFrame({"measure": np.arange(24.0), "x": 1.0})
+    assert list(doubts_of_answers(few, (np.arange(24) > 22).astype(int), "few.csv", is_quantity=False)) == []
 
 
 def test_columns_that_tell_the_quantity_are_told(make, table):
@@ -566,14 +571,14 @@ def test_only_rows_of_the_test_split_may_change_after_a_checkpoint(make, table):
             r"Remove currency signs and marks of thousands if 618695 is meant; set csv\.decimal, as by",
         ),
         ("kind,width\n" + "oak,1\n" * 9, {}, r"one class only, 'oak'"),
-        ("kind,width\n" + "oak,1\nash,2\n" * 9 + "elm,3\n", {}, r"'elm' has 1 rows; each needs 3.* out$"),
+        ("kind,width\n" + "oak,1\nash,2\n" * 9 + "elm,3\n", {}, r"'elm' is that of 1 of the rows; each needs 3.* out$"),
         ("kind,width\n" + "3.0,1\n4.0,2\n" * 9 + "5.0,3\n", {}, r"each needs 3.*; .*--data.target_kind regression"),
         ("kind,width\n" + "oak,1\nash,2\n" * 3, {"test_share": 0.1}, r"too few rows to split as asked"),
         ("kind,x\n" + "oak,1\nash,2\n,3\n" * 3, {"csv": {"unlabeled": True}}, r"too few rows of known class to split"),
         (
             "kind,x\n" + "oak,1\nash,2\n" * 9 + "elm,3\n" + ",4\n" * 5,
             {"csv": {"unlabeled": True}},
-            r"'elm' has 1 rows; each needs 3.* 5 rows without a class do not count",
+            r"'elm' is that of 1 of the rows; each needs 3.* 5 rows without a class do not count",
         ),
         ("kind,x\n" + "oak,1\nash,2\n ,3\n" * 9, {}, r"a class without a name, ' '; .*under csv\.missing"),
         ("kind,x\n" + "oak,1\nash,2\n ,3\n" * 9, {"csv": {"unlabeled": True}}, r"a class without a name, ' '"),
@@ -678,3 +683,29 @@ def test_rows_of_a_group_stay_together(make, table, target):
 def test_groups_that_cannot_split_are_refused(make, table, garden, options, message):
     with pytest.raises(ValueError, match=message):
         make(table.assign(garden=garden), **{"group": "garden", "seed": 2, **options})
+
+
+def test_rows_of_persons_are_told_unless_they_are_grouped(make, table):
+    many = pd.concat([table] * 3, ignore_index=True)
+    frame = many.assign(width=np.random.default_rng(3).normal(size=180))
+    (told,) = warnings_of(make, frame)
+    assert "no features, of which rows of equal values are of one class: key. If" in told
+    assert warnings_of(make, frame, group="key") == []
+    assert warnings_of(make, frame.assign(key=np.random.default_rng(4).permutation(frame["key"]))) == []
+    assert warnings_of(make, frame.assign(key=range(180))) == []
+
+
+def test_classes_of_few_rows_are_told(make, table):
+    (told,) = warnings_of(make, table.drop(range(48, 55)))
+    assert "classes of fewer than 10 rows of" in told
+    assert ": elm (5). The test has" in told
+
+
+def test_points_beside_decimal_commas_are_refused(make):
+    rows = "".join(f"{at},5;1.{at + 100};{'oak' if at % 2 else 'ash'}\n{at},2;899;oak\n" for at in range(12))
+    options = {"exclude": [], "csv": CSVFormat(decimal=",")}
+    with pytest.raises(ValueError, match=r"'price' of .* holds '1\.100', with a point, where csv\.decimal is ','"):
+        make(f"width;price;kind\n{rows}", **options)
+    assert make(f"width;price;kind\n{rows.replace('1.', '1')}", **options).feature_names == ["width", "price"]
+    excluded = make(f"width;price;kind\n{rows}", **{**options, "exclude": "price"})
+    assert excluded.feature_names == ["width"]

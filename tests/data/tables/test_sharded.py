@@ -224,8 +224,6 @@ def test_other_files_are_predicted(tmp_path, flowers):
 
 def test_what_cannot_be_predicted_is_refused_before_training(tmp_path, flowers):
     folder = folder_of(tmp_path / "rows", flowers)
-    with pytest.raises(ValueError, match=r"which group='zone' cannot split; write .* folders train, val and test"):
-        data_of(folder, group="zone")
     keys = [f"row {at}" for at in range(400)]
     two = folder_of(tmp_path / "two", changed(flowers, key=pa.array(keys), name=pa.array(keys)))
     with pytest.raises(
@@ -352,3 +350,20 @@ def test_keys_are_refused_and_classes_that_do_not_train(tmp_path, flowers, monke
 def test_options_without_effect_are_refused(tmp_path, options):
     with pytest.raises(ValueError, match="on which csv has no effect; leave it out"):
         TabularDataModule(tmp_path, "y", **options)
+
+
+def test_files_that_say_what_they_are_for_are_checked_for_groups(tmp_path, flowers):
+    keyed = flowers.append_column("patient", pa.array(np.repeat(np.arange(100), 4)))
+    folder = folder_of(tmp_path / "rows", keyed)
+    with pytest.raises(ValueError, match=r"a folder .*not split by group='patient'.* folders train, val and"):
+        data_of(folder, group="patient").setup()
+    for name, number in (("train", 0), ("train", 1), ("val", 2), ("test", 3)):
+        (folder / name).mkdir(exist_ok=True)
+        (folder / f"{number}.parquet").rename(folder / name / f"{number}.parquet")
+    data = data_of(folder, group="patient")
+    data.setup()
+    assert "patient" not in data.feature_names
+    assert data.predict_columns["patient"].tolist() == np.repeat(np.arange(75, 100), 4).tolist()
+    pq.write_table(keyed.slice(150, 60), folder / "val" / "2.parquet", row_group_size=9)
+    with pytest.raises(ValueError, match=r"for train and val share values of group='patient': 37, .* 41 and 8 more"):
+        data_of(folder, group="patient").setup()
