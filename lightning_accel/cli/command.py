@@ -499,6 +499,20 @@ def _filter_messages() -> None:
     warnings.filterwarnings("ignore", message=r".*treespec, LeafSpec", category=FutureWarning)  # from Lightning's code
     # validate, test and predict restore the callbacks of fit, in another run folder
     warnings.filterwarnings("ignore", message="The dirpath has changed from", category=UserWarning)
+    if not isinstance(warnings.formatwarning, _WithoutPlace):
+        warnings.formatwarning = _WithoutPlace(warnings.formatwarning)
+
+
+class _WithoutPlace:
+    """Format warnings of this package without their place in its code, which tells a user nothing."""
+
+    def __init__(self, others: Callable[..., str]) -> None:
+        self.others = others
+
+    def __call__(self, message: Warning | str, category: type, filename: str, *args: Any, **kwargs: Any) -> str:
+        if Path(filename).is_relative_to(Path(__file__).parents[1]):
+            return f"warning: {message}\n"
+        return self.others(message, category, filename, *args, **kwargs)
 
 
 def _is_no_tip(record: logging.LogRecord) -> bool:

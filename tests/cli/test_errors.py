@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 import traceback
+import warnings
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -592,3 +593,11 @@ def test_a_launcher_that_starts_other_processes_than_the_trainer_counts():
         require_even_processes(L.Trainer(**options, strategy=strategy, plugins=[Dealt(0, 3)]))
     with pytest.raises(UsageError, match=r"3 processes were started, but rows would be dealt to 2: .* take accel_ddp"):
         require_even_processes(L.Trainer(**options, strategy="ddp", plugins=[Dealt(0, 3)]))
+
+
+def test_warnings_of_the_package_are_told_without_their_place(command, monkeypatch):
+    monkeypatch.setattr(warnings, "formatwarning", lambda message, category, filename, *_: f"{filename}: {message}\n")
+    for _ in range(2):
+        command("fit", "--no_such_option=1")
+    assert warnings.formatwarning(UserWarning("x"), UserWarning, models.__file__, 3) == "warning: x\n"
+    assert warnings.formatwarning(UserWarning("x"), UserWarning, L.__file__, 3) == f"{L.__file__}: x\n"
