@@ -18,7 +18,7 @@ from lightning_accel.callbacks.deployment.copies import WholeCopy, run_in_first_
 from lightning_accel.callbacks.deployment.loaders import first_batch_of, has_plain_order, undistributed
 from lightning_accel.callbacks.recorded_calls import callable_parts, outermost
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of
-from lightning_accel.compress.calls import Inputs, replaced_forward
+from lightning_accel.compress.calls import Inputs, first_samples, replaced_forward
 from lightning_accel.compress.calls import num_samples as samples_of
 from lightning_accel.ops.names import clean_name
 
@@ -190,16 +190,19 @@ def calibration_calls(
     Args:
         module: a module without a Trainer, as :class:`WholeCopy` returns it.
         loader: its batches are passed to ``validation_step``, sixteen where it does not tell their size.
-        num_samples: of all calls together; the last one stays whole.
+        num_samples: of all calls together; the last one stays whole. Where samples cannot be separated, as the nodes of
+            graphs, there are two calls at least, which show in which other sizes calls differ.
         name: name of the submodule, as in :func:`find_deployed`.
         datamodule: the datamodule whose batch hooks are applied.
     """
     size = getattr(loader, "batch_size", None)
-    found = find_deployed(module, loader, name, math.ceil(num_samples / size) if size else 16, datamodule)
+    most = max(2, math.ceil(num_samples / size)) if size else 16
+    found = find_deployed(module, loader, name, most, datamodule)
     taken: list[Inputs] = []
     for call in found.inputs:
         taken.append(call)
-        if sum(map(samples_of, taken)) >= num_samples:
+        are_separate = samples_of(first_samples(call, 1)) == 1
+        if sum(map(samples_of, taken)) >= num_samples and (are_separate or len(taken) > 1):
             break
     return found._replace(inputs=taken)
 

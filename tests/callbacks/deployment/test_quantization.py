@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lightning_accel import Classifier, DigitsDataModule, MoEClassifier, SequenceModel
 from lightning_accel.callbacks import CompressionReport, Export, Quantization
 from lightning_accel.callbacks.compression_phase import current_phase, in_final_phase
-from lightning_accel.callbacks.deployment.deployed import Deployed
+from lightning_accel.callbacks.deployment.deployed import Deployed, calibration_calls
 from lightning_accel.compress import Latency, NothingPickedError, Report, Row
 from lightning_accel.compress.quantization.form import Form
 from lightning_accel.compress.quantization.quantized import Quantized
@@ -565,3 +565,22 @@ def test_models_of_ours(kind, uncompiled):
         wanted, result = module(*inputs), found.run(*inputs)
     assert type(result) is type(wanted)
     torch.testing.assert_close(result[0], wanted[0], rtol=0, atol=0.1)
+
+
+class OfGraphs(Plain):
+    def forward(self, x, edge_index):
+        return self.net(x.index_add(0, edge_index[1], x[edge_index[0]]))
+
+    def validation_step(self, batch, batch_idx):
+        x, edge_index = batch
+        self.log("val/loss", self(x, edge_index).mean(), batch_size=len(x))
+
+
+def test_calls_of_graphs_are_two_at_least_so_that_their_edges_are_seen_to_differ():
+    generator = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(9, 6), torch.randint(0, 9, (2, edges), generator=generator)) for edges in (11, 14, 17)]
+    loader = DataLoader(batches, batch_size=None)
+    found = calibration_calls(OfGraphs().eval(), loader, num_samples=8)
+    assert [args[1].shape[1] for args, _ in found.inputs] == [11, 14]
+    rows = DataLoader(ROWS, batch_size=12)
+    assert len(calibration_calls(Plain().eval(), rows, num_samples=8).inputs) == 1
