@@ -35,8 +35,12 @@ class Deployed(NamedTuple):
 def part_to_name(deployed: Deployed, callback: str) -> str:
     """Return an end of a message that names the child with most parameters as the part to deploy; empty without one."""
     own = sum(one.numel() for one in deployed.module.parameters())
-    children = deployed.module.named_children()
-    parts = [name for name, one in children if 2 * sum(value.numel() for value in one.parameters()) > own]
+    parts = [
+        name
+        for name, one in deployed.module.named_children()
+        if type(one).forward is not nn.Module.forward  # as that of a ModuleList, which is not called itself
+        and 2 * sum(value.numel() for value in one.parameters()) > own
+    ]
     name = f"{deployed.name}.{parts[0]}" if parts and deployed.name else "".join(parts[:1])
     return f". {callback}(module={name!r}) would take the part with most parameters" if parts else ""
 
@@ -171,9 +175,15 @@ def find_deployed(
             handle.remove()
     found = outermost(calls, module)
     if found is None:
+        step = f"validation_step of {type(module).__name__}"
+        if name is None:
+            raise ValueError(
+                f"{step} calls no module, so what is to be deployed is not known. Name the submodule that it calls: "
+                "module='network'"
+            )
         raise ValueError(
-            f"validation_step of {type(module).__name__} calls {'no module' if name is None else repr(name)}, so what "
-            "is to be deployed is not known. Name the submodule that it calls: module='network'"
+            f"{step} does not call {name!r}, a {type(module.get_submodule(name)).__name__}, so that it has no inputs. "
+            "Name a submodule that is called itself"
         )
     return Deployed(found, module.get_submodule(found), calls[found], figures)
 

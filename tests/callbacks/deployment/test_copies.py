@@ -15,7 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_accel import Classifier, DigitsDataModule, MoEClassifier
 from lightning_accel.callbacks import CompressionReport, Export, OneShotPruning, Quantization
 from lightning_accel.callbacks.deployment.copies import WholeCopy, in_float32, run_in_first_process
-from lightning_accel.callbacks.deployment.deployed import evaluate, find_deployed
+from lightning_accel.callbacks.deployment.deployed import Deployed, evaluate, find_deployed, part_to_name
 from lightning_accel.callbacks.deployment.loaders import undistributed
 from lightning_accel.data import LengthBatchSampler, length_batch_loader
 from tests.ranks import run_ranks
@@ -345,6 +345,15 @@ def test_what_cannot_be_deployed_is_refused():
 
     with pytest.raises(ValueError, match=r"calls no module.*module='network'"):
         find_deployed(Silent(), DataLoader(ROWS, 5))
+    listed = Own()
+    listed.parts = nn.ModuleList([listed.net])
+    with pytest.raises(ValueError, match=r"does not call 'parts', a ModuleList, so that it has no inputs"):
+        find_deployed(listed, DataLoader(ROWS, 5), name="parts")
+    assert (
+        part_to_name(Deployed("", nn.ModuleList([listed]), [], {}), "Export")
+        == ". Export(module='0') would take the part with most parameters"
+    )
+    assert part_to_name(Deployed("", nn.ModuleDict({"all": listed.parts}), [], {}), "Export") == ""
     with pytest.raises(ValueError, match=r"no submodule .nett..*net, accuracy"):
         find_deployed(Own(), DataLoader(ROWS, 5), name="nett")
     with pytest.raises(TypeError, match="LightningModule needs a validation_step"):
