@@ -91,7 +91,8 @@ def _report(outcome: Outcome, command: str, date: str) -> str:
         if proof is not None:
             measured = proof.memory or proof.ratio
             told = f"measured as {measured} times" if measured else f"not measured: {proof.reason}"
-            lines += ["", f"The best changes together were {told}."]
+            names = " and ".join(f"`{factor.name}`" for factor in outcome.chosen)
+            lines += ["", f"At the end, {names} {'was' if len(outcome.chosen) == 1 else 'together were'} {told}."]
     if allocator := outcome.changes.speedups.get("allocator"):
         variables = " ".join(f"{name}={value}" for name, value in variables_for(allocator).items())
         lines += [
@@ -159,7 +160,9 @@ def why_nothing(outcome: Outcome) -> str:
     if not outcome.num_cut:
         return f"nothing was found that {aim} by more than the interval"
     promising = max((one for one in outcome.alone.items() if one[1].wins), key=lambda one: one[1].gain, default=None)
-    promise = f"{promising[0]} was {_gain_of(outcome, promising[1])}, without a proof; " if promising else ""
+    is_measured = outcome.proof is not None and outcome.proof.ratio is not None
+    end = "alone, and not shown to be at the end" if is_measured else "without a proof"
+    promise = f"{promising[0]} was {_gain_of(outcome, promising[1])}, {end}; " if promising else ""
     return (
         f"nothing was shown within the budget that {aim}: {promise}of the measurements, {outcome.num_cut} were left "
         "out or cut short; the same command with a longer budget (10m suffices for most runs) goes on from there"

@@ -544,7 +544,12 @@ def test_what_is_not_shown_to_be_better_is_no_change_to_take(world, tmp_path):
     assert outcome.changes != Changes()
     outcome.proof = Measurement(Ratio(1.2, 0.9, 1.5, 8), over_run=1.2)
     assert outcome.changes == Changes()
-    assert "Nothing is changed." in write_outcome(outcome, tmp_path, "a test", "2030-01-02")[0].read_text()
+    outcome.refused.append(Refusal("other", "the budget did not suffice"))
+    report = write_outcome(outcome, tmp_path, "a test", "2030-01-02")[0].read_text()
+    assert "times as fast, alone, and not shown to be at the end; of the measurements" in report
+    assert " Nothing is changed." in report
+    names = " and ".join(f"`{one.name}`" for one in outcome.chosen)
+    assert f"At the end, {names} together were measured as 1.20 (0.90 to 1.50) times." in report
 
 
 def test_want_of_time_is_told_from_want_of_speed(world, tmp_path):
