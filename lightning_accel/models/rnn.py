@@ -152,8 +152,8 @@ class SequenceModel(SupervisedModel):
     micro-batches.
 
     Logged: ``train/loss``; ``loss`` and ``accuracy``, or ``mse`` of values in the unit of the batches, under ``val/``
-    and ``test/``, as means over all valid targets of the epoch. Of forecasts, whose batches a ``SequenceDataModule``
-    standardizes, also ``mse_if_repeated``, the error of repeating the last step, which a model should fall below.
+    and ``test/``, as means over all valid targets of the epoch. Forecasts, whose batches a ``SequenceDataModule``
+    standardizes, have ``mse_if_repeated`` beside it, the error of repeating the last step, to fall below.
     ``predict`` returns classes with their probability, values, lists of the classes of steps, or continues each
     sequence for ``horizon`` steps.
 

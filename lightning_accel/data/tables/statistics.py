@@ -116,8 +116,8 @@ def table_statistics(
 ) -> TableStatistics:
     """Read all blocks once, with threads, and return the statistics of those that ``train``.
 
-    Medians are those of up to 2 ** 24 values of all columns together, from evenly spaced rows of each block. Of columns
-    ``beside`` the features, the sample alone is kept.
+    Medians are those of up to 2 ** 24 values of all columns together, from evenly spaced rows of each block. The
+    sample alone is kept of columns ``beside`` the features.
 
     Raises:
         ValueError: if a column holds something else than numbers, texts and booleans, numbers that are infinite or
