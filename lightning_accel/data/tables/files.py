@@ -247,8 +247,8 @@ def read_classes(
         uncounted = f"; {num_unknown} rows without a class do not count" if num_unknown else ""
         otherwise = f"; {quantity}" if _numbers_of(classes).notna().all() else ""
         raise ValueError(
-            f"{where} holds {len(classes)} classes, of which {shown(rarest)} is that of {counts.min()} of the rows; "
-            f"each needs 3, one for each split. Merge rare classes, or leave their rows out{uncounted}{otherwise}"
+            f"{where} holds {len(classes)} classes, of which {shown(rarest)} has {counts.min()} of the rows; each "
+            f"needs 3, one for each split. Merge rare classes, or leave their rows out{uncounted}{otherwise}"
         )
     return labels.astype(np.int64), classes
 

@@ -97,7 +97,9 @@ class ShardedTable:
             doubts = list(_doubts(found, blocks, features, categorical, exclude, target, location))
             return [found.classes, found.target_moments, found.encoding(), doubts]
 
-        kept = kept_json(options.cache_dir, (*made_of, "doubts"), collect)  # files of older versions have none
+        kept = kept_json(
+            options.cache_dir, (*made_of, "doubts of groups"), collect
+        )  # files of older versions have none
         self.class_names, self.target_moments, encoding, self.doubts = kept
         self.encoder = RawColumns(**encoding)
         self.splits: dict[Split, Blocks] = {split: blocks.select(chosen) for split, chosen in splits.items()}

@@ -214,7 +214,7 @@ def test_graphs_without_edges_or_nodes_stand_beside_others(make, write, kind, em
         ({"edges": [], "nodes": 3, "y": "ring"}, r"the field 'nodes', .* Known ones are edges, num_nodes, .*, y;"),
         ({"edges": [], "zzz": 3, "y": "ring"}, r"would not be read\. Known ones are"),
         ({**lines()[0], "id": "new", "edge_attr": [-1, 0]}, "holds the type -1"),
-        ({**lines()[0], "id": "new", "y": 3.0}, "'3.0' is that of 1 of the rows; .* leave their rows out$"),
+        ({**lines()[0], "id": "new", "y": 3.0}, "'3.0' has 1 of the rows; .* leave their rows out$"),
         ({**lines()[0], "id": "new", "y": None}, r"lacks 1 of 13 values, the first in row 12 \(from 0\)"),
         ({**lines()[0], "id": "new", "y": ["a", "b"]}, "must be equally many; got 1 and 2"),
     ],
