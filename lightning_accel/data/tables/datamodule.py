@@ -218,6 +218,8 @@ class TabularDataModule(InMemoryDataModule):
         self.categorical = list_of_names(categorical)
         self.exclude = list_of_names(exclude)
         self.group = group
+        if group is not None and not isinstance(group, str):
+            raise ValueError(f"group must be the name of one column; got {group!r}")
         if group == self.target:
             raise ValueError(f"group={group!r} is the target; name the column whose equal values belong together")
         if group is not None and self.csv.unlabeled:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lightning_accel.data.quoting import listed
+from lightning_accel.data.tables.statistics import MISSING
 from lightning_accel.ops.extras import import_on_use
 
 if TYPE_CHECKING:
@@ -61,8 +62,9 @@ def doubts_of_answers(features: pd.DataFrame, target: np.ndarray, path: str | Pa
 
     There must be other columns, and more than 20 rows. A column tells a quantity if the absolute value of their
     correlation, or of that of their ranks, exceeds 0.9999. It tells the class if each of its values is in rows of one
-    class alone, and there are as many values as classes, as in a copy, or 20 rows for each value, or classes drawn at
-    random would be as pure less than once in a million; or if it is a number that thresholds separate all classes by.
+    class alone, and there are as many values as classes, as in a copy, or 20 rows for each value, or, missing values
+    aside, classes drawn at random would be as pure less than once in a million; or if it is a number that thresholds
+    separate all classes by.
 
     Args:
         features: training rows.
@@ -102,13 +104,23 @@ def _tells_class(column: pd.Series, target: np.ndarray) -> bool:
     if is_number and not column.isna().any() and _are_apart(column.to_numpy(), target, counts):
         return True
     groups = pd.Series(target).groupby(column.to_numpy(), dropna=False)
-    if not (groups.nunique() == 1).all():
-        return False
-    if column.nunique(dropna=False) <= max(len(counts), len(target) / _ROWS_OF_A_VALUE):
+    if (groups.nunique() == 1).all() and column.nunique(dropna=False) <= max(
+        len(counts), len(target) / _ROWS_OF_A_VALUE
+    ):
         return True
-    by_chance = np.log(((counts / len(target))[:, None] ** groups.size().to_numpy()).sum(0)).sum()
-    is_name = not is_number or bool((column.dropna() % 1 == 0).all())
-    return is_name and bool(by_chance < np.log(_LEAST_CHANCE))
+    present = (column.notna() & (column != MISSING)).to_numpy()
+    is_name = not is_number or bool((column[present] % 1 == 0).all())
+    return is_name and _are_pure(column[present], target[present])
+
+
+def _are_pure(names: pd.Series, target: np.ndarray) -> bool:
+    """Return whether rows of a name are of one class, and rows of classes drawn at random hardly would be."""
+    groups = pd.Series(target).groupby(names.to_numpy())
+    if not len(target) or not (groups.nunique() == 1).all():
+        return False
+    shares = np.unique(target, return_counts=True)[1] / len(target)
+    by_chance = np.log((shares[:, None] ** groups.size().to_numpy()).sum(0)).sum()
+    return bool(by_chance < np.log(_LEAST_CHANCE))
 
 
 def _are_apart(numbers: np.ndarray, target: np.ndarray, counts: np.ndarray) -> bool:

@@ -155,6 +155,12 @@ def _require_split(blocks: Blocks, splits: dict[Split, np.ndarray], group: str, 
         split: {value for block in chosen.tolist() for value in blocks.read(block, [group])[group].unique().to_pylist()}
         for split, chosen in splits.items()
     }
+    if lacking := [
+        split for split, values in found.items() if any(value is None or value != value for value in values)
+    ]:
+        raise ValueError(
+            f"column {shown(group)} of {location} lacks values for {lacking[0]}: name the group of each row"
+        )
     for one, other in itertools.combinations(found, 2):
         if shared := sorted(map(str, found[one] & found[other])):
             raise ValueError(

@@ -690,7 +690,10 @@ def test_rows_of_persons_are_told_unless_they_are_grouped(make, table):
     frame = many.assign(width=np.random.default_rng(3).normal(size=180))
     (told,) = warnings_of(make, frame)
     assert "no features, of which rows of equal values are of one class: key. If" in told
+    assert warnings_of(make, frame.assign(key=frame["key"].where(frame.index % 9 > 0))) == [told]
     assert warnings_of(make, frame, group="key") == []
+    with pytest.raises(ValueError, match=r"group must be the name of one column; got \['key'\]"):
+        make(frame, group=["key"])
     assert warnings_of(make, frame.assign(key=np.random.default_rng(4).permutation(frame["key"]))) == []
     assert warnings_of(make, frame.assign(key=range(180))) == []
 

@@ -364,6 +364,12 @@ def test_files_that_say_what_they_are_for_are_checked_for_groups(tmp_path, flowe
     data.setup()
     assert "patient" not in data.feature_names
     assert data.predict_columns["patient"].tolist() == np.repeat(np.arange(75, 100), 4).tolist()
+    lacking = keyed.slice(200, 100).set_column(
+        keyed.num_columns - 1, "patient", pa.array([None, *[60] * 99], pa.int64())
+    )
+    pq.write_table(lacking, folder / "val" / "2.parquet", row_group_size=9)
+    with pytest.raises(ValueError, match=r"column 'patient' of .* lacks values for val: name the group of each row"):
+        data_of(folder, group="patient").setup()
     pq.write_table(keyed.slice(150, 60), folder / "val" / "2.parquet", row_group_size=9)
     with pytest.raises(ValueError, match=r"for train and val share values of group='patient': 37, .* 41 and 8 more"):
         data_of(folder, group="patient").setup()
