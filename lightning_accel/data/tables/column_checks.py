@@ -70,8 +70,8 @@ def doubts_of_classes(labels: np.ndarray, names: Sequence[str], path: str | Path
     rows_of = dict(zip(names, counts.tolist(), strict=True))
     if rare := [f"{cut(name)} ({rows})" for name, rows in rows_of.items() if rows < _FEWEST_OF_CLASS]:
         yield (
-            f"classes of fewer than {_FEWEST_OF_CLASS} rows of {path}: {list_some(rare, 5)}. The test has one or two "
-            "of each, so that its metrics say little about them; merge them, or gather more rows"
+            f"classes of fewer than {_FEWEST_OF_CLASS} rows of {path}: {list_some(rare, 5)}. The test has few of "
+            "each, so that its metrics say little about them; merge them, or gather more rows"
         )
 
 

@@ -141,7 +141,7 @@ def _require_no_points(texts: pd.DataFrame, path: Path) -> None:
     """Raise a ValueError if numbers have a point, which pandas reads as a decimal mark beside the comma."""
     for name in texts:
         present = texts[name].dropna().str.strip()
-        is_pointed = present.str.fullmatch(r"[-+]?\d+(\.\d+)+(,\d+)?")
+        is_pointed = present.str.fullmatch(r"[-+]?(\d+\.\d+|\d{1,3}(\.\d{3})+(,\d+)?)")  # no date
         others = pd.to_numeric(present[~is_pointed].str.replace(",", "."), errors="coerce")
         if is_pointed.any() and others.notna().all():
             raise ValueError(

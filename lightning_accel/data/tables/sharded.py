@@ -19,7 +19,7 @@ from lightning_accel.data.shards.blocks import Blocks, find_blocks
 from lightning_accel.data.shards.options import ShardOptions
 from lightning_accel.data.shards.reader import ReadOptions
 from lightning_accel.data.shards.splits import Split, split_blocks
-from lightning_accel.data.tables.column_checks import doubts_of_columns, doubts_of_dates
+from lightning_accel.data.tables.column_checks import doubts_of_classes, doubts_of_columns, doubts_of_dates
 from lightning_accel.data.tables.columns import (
     codes_of_column,
     numbers_of_column,
@@ -196,13 +196,15 @@ def _doubts(
     if target.is_quantity:
         answers = numbers_of_column(sample[target.name], target.name, lambda: str(location))
     else:
-        answers, _ = texts_of_column(sample[target.name])
+        answers, classes = texts_of_column(sample[target.name])
+        if len(sample) == blocks.num_rows:
+            yield from doubts_of_classes(answers, classes, location)
     train, held_out = np.flatnonzero(trains), np.flatnonzero(~trains)
     yield from doubts_of_columns(
         table, train, location, pd.Series(answers, name=target.name) if target.is_quantity else None
     )
     yield from doubts_of_dates(table[undecided], location)
-    if len(sample) == int(blocks.rows.sum()):
+    if len(sample) == blocks.num_rows:
         yield from doubts_of_copies(table, answers, train, held_out, location)
     yield from doubts_of_answers(table.iloc[train], answers[train], location, target.is_quantity)
     beside = [name for name in exclude if name in sample.column_names]

@@ -712,3 +712,6 @@ def test_points_beside_decimal_commas_are_refused(make):
     assert make(f"width;price;kind\n{rows.replace('1.', '1')}", **options).feature_names == ["width", "price"]
     excluded = make(f"width;price;kind\n{rows}", **{**options, "exclude": "price"})
     assert excluded.feature_names == ["width"]
+    for texts in (("1.2.2024", "15.3.2024"), ("10.0.0.1", "10.0.0.2"), ("1.2.3", "1.10.0")):
+        rows = "".join(f"{at},5;{texts[at % 2]};{'oak' if at % 3 else 'ash'}\n" for at in range(24))
+        assert make(f"width;text;kind\n{rows}", **options).feature_names[1:] == [f"text={one}" for one in sorted(texts)]

@@ -157,6 +157,9 @@ def test_copies_and_answers_are_told_as_of_one_file(tmp_path, monkeypatch):
     kinds = ["oak", "ash"] * 50
     part = pa.table({"width": np.random.default_rng(0).normal(size=100), "code": [kind[0] for kind in kinds]})
     folder = folder_of(tmp_path / "rows", pa.concat_tables([part.append_column("kind", [kinds])] * 4))
+    few = part.append_column("kind", [["elm"] * 4 + kinds[4:]])
+    rare = folder_of(tmp_path / "few", pa.concat_tables([few, *[part.append_column("kind", [kinds])] * 3]))
+    assert any("classes of fewer than 10 rows of ROWS: elm (4)" in one for one in doubts_told(rare, target="kind"))
     copies, answers = doubts_told(folder, target="kind")
     assert "rows of ROWS that validate and test (100%) are copies of training rows" in copies
     assert "on their own, with each value in rows of one class alone: code. If" in answers
