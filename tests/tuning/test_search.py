@@ -733,6 +733,15 @@ def test_comparisons_leave_time_for_the_proof(world, tmp_path):
     assert any("not finished within the budget" in one.reason for one in outcome.verdicts)
 
 
+def test_time_is_kept_to_compare_exact_changes_over_seeds(world, tmp_path):
+    """Rounding that an optimizer enlarges makes losses deviate, after which five seeds decide."""
+    one = Search(Project("nobody:runs", {}), tmp_path, 45.0, {"of": "a test"}).measurer
+    one.measure_baseline()
+    equal, exact = (Factor("one", "one", kind, Changes(trainer={"one": 1})) for kind in ("equal", "exact"))
+    assert one.may_prove("of equal losses", [equal], 5.0)
+    assert not one.may_prove("of exact losses", [exact], 5.0)
+
+
 def tried(shares=SHARES, **facts):
     return {one.name for one in factors_for(FACTS | facts, shares) if isinstance(one, Factor)}
 
