@@ -96,7 +96,7 @@ class Measurer:
         if kinds & {"equal", "exact"}:
             starts += [self.baseline["start_seconds"]] * 2 + [start_seconds]
             steps += 3 * _EXACT_STEPS
-        if kinds - {"equal", "checked"}:  # losses of exact ones may deviate by rounding alone that an optimizer enlarges
+        if kinds - {"equal", "checked"}:  # optimizers may enlarge the rounding of exact ones, and seeds then decide
             starts += [self.baseline["start_seconds"], start_seconds]
             steps += min(LOOKS) * (self._num_steps((), factors) + self._num_steps(factors, factors))
         return self.seconds + sum(starts) + steps / self.baseline["rate"] < _BEFORE_PROOF * self.budget

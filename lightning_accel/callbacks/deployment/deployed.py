@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_accel._private.lightning import data_source_of
 from lightning_accel._private.torch import tree_leaves, tree_map_only
 from lightning_accel.callbacks.deployment.copies import WholeCopy, run_in_first_process
-from lightning_accel.callbacks.deployment.loaders import first_batch_of, has_plain_order, undistributed
+from lightning_accel.callbacks.deployment.loaders import first_batches_of, has_plain_order, undistributed
 from lightning_accel.callbacks.recorded_calls import callable_parts, outermost
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of
 from lightning_accel.compress.calls import Inputs, first_samples, replaced_forward
@@ -54,10 +54,11 @@ def dry_run(
     name: str | None = None,
     of_training: bool = False,
 ) -> None:
-    """Run ``use`` on one batch before training, so that its errors come early; all processes must call it.
+    """Run ``use`` on two batches, of unequal sizes if there may be any, before training, so that errors come early.
 
-    Works on a copy, with separate loaders, and restores the random number generators, so that training is not affected.
-    Does nothing if reading a loader would have side effects, as with an iterable data set.
+    All processes must call it. It works on a copy, with separate loaders, and restores the random number generators,
+    so that training is not affected. It does nothing if reading a loader would have side effects, as with an iterable
+    data set.
 
     Args:
         trainer: the Trainer, in ``on_fit_start``.
@@ -66,7 +67,7 @@ def dry_run(
         use: called in the first process with the part that is deployed.
         purpose: a verb for the error message in the other processes.
         name: name of the submodule to deploy, as in :func:`find_deployed`.
-        of_training: whether to take a training batch instead of a validation batch.
+        of_training: whether to take training batches instead of validation batches.
 
     Raises:
         Exception: as :func:`run_in_first_process`.
@@ -76,7 +77,7 @@ def dry_run(
         loader = _first_batches(trainer, of_training)
         if loader is not None:
             datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
-            use(find_deployed(module, loader, name, 1, datamodule))
+            use(find_deployed(module, loader, name, 2, datamodule))
 
     make = partial(copied.for_dry_run, trainer, pl_module)
     run_in_first_process(trainer, make, run, purpose)
@@ -89,7 +90,7 @@ def _first_batches(trainer: L.Trainer, of_training: bool) -> Any:
     leaves = tree_leaves(loaders)
     if not all(map(has_plain_order, leaves)):
         return None
-    return tree_map_only(DataLoader, first_batch_of, loaders)
+    return tree_map_only(DataLoader, first_batches_of, loaders)
 
 
 def reasons_left_out(trainer: L.Trainer, deployed: str) -> dict[str, str]:

@@ -54,8 +54,12 @@ def with_order(loader: DataLoader[Any], order: Sequence[int]) -> DataLoader[Any]
     )
 
 
-def first_batch_of(loader: DataLoader[Any]) -> DataLoader[Any]:
-    return with_order(loader, range(min(cast(int, loader.batch_size), len(cast(Sized, loader.dataset)))))
+def first_batches_of(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Return a loader of the first batch and of one half as large, or as large where the loader drops smaller ones."""
+    size, length = cast(int, loader.batch_size), len(cast(Sized, loader.dataset))
+    if loader.drop_last:
+        return with_order(loader, range(min(2 * size, length // size * size or length)))
+    return with_order(loader, range(min(size + max(1, size // 2), length)))
 
 
 def in_random_order(loader: Any) -> Any:

@@ -35,7 +35,7 @@ from lightning_accel.compress.export.decoding import CachedDecoder, tokens_of
 from lightning_accel.compress.export.structure import Flat, Structure, tensors_of
 from lightning_accel.compress.quantization.decoding import quantize_decoder
 from lightning_accel.compress.quantization.fake_quant import detach
-from lightning_accel.compress.quantization.form import CannotConvertError, export
+from lightning_accel.compress.quantization.form import CannotConvertError, export, require_same_values
 from lightning_accel.compress.quantization.inputs import noise_share
 from lightning_accel.compress.quantization.layers import find_layers
 from lightning_accel.compress.quantization.onnx import write_float
@@ -298,15 +298,22 @@ class Quantization(L.Callback):
         if self.backend in ("pt2e", "onnxruntime"):
             try:
                 if self.backend == "pt2e":
-                    export(found.module, [call])
+                    export(found.module, found.inputs)
                 else:
                     with tempfile.TemporaryDirectory() as folder:
-                        write_float(found.module, [call], Path(folder, "model.onnx"))
+                        write_float(found.module, found.inputs, Path(folder, "model.onnx"))
             except CannotConvertError as error:
                 raise ValueError(
                     f"Quantization would fail at the end of the run: backend={self.backend!r} needs a graph of "
                     f"{type(found.module).__name__}, and {error}. Take backend='auto', or name a part by module"
                 ) from error
+            return
+        try:
+            require_same_values(found.module, found.inputs)
+        except CannotConvertError as error:
+            rank_zero_warn(
+                f"Quantization will make no form of {type(found.module).__name__} for ONNX Runtime or PT2E: {error}"
+            )
 
     def _check_monitor(self, found: Deployed) -> None:
         figure = None if self.monitor is None else found.figures.get(self.monitor)

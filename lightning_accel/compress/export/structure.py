@@ -58,10 +58,17 @@ class Structure(NamedTuple):
         return cls(*(restore(value, repeat(nothing)) for value in (inputs, module(*args, **kwargs))))
 
     def tensors_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[torch.Tensor]:
-        """Return the tensors of a call, whose keywords may be in another order."""
+        """Return the tensors of a call, whose keywords may be in another order.
+
+        Raises:
+            ValueError: if the call has other plain values.
+        """
         values = [*args, *(kwargs[name] for name in self.inputs[1])]
         if all(isinstance(one, torch.Tensor) for one in values):  # the usual call, faster by microseconds
             return values
+        example = [*self.inputs[0], *self.inputs[1].values()]
+        if changing := changing_values([{"arguments": example}, {"arguments": values}]):
+            raise ValueError(f"this form holds plain values of its calls as constants: {describe_changing(changing)}")
         return tensors_of(values)
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
@@ -227,6 +234,25 @@ def restore(example: Any, tensors: Iterator[torch.Tensor]) -> Any:
 def plain_values(value: Any) -> dict[str, Any]:
     """Return the plain values in ``value`` by their path."""
     return {path: leaf for path, leaf in _leaves(value) if isinstance(leaf, _PLAIN)}
+
+
+def changing_values(calls: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the plain values that calls, their arguments by name, differ in, by their path.
+
+    >>> changing_values([{"x": torch.ones(2), "num_graphs": 2}, {"x": torch.ones(3), "num_graphs": 3}])
+    {'num_graphs': [2, 3]}
+    """
+    found = [plain_values(call) for call in calls]
+    return {
+        path: values
+        for path in dict.fromkeys(path for one in found for path in one)
+        if len(set(values := [one.get(path) for one in found])) > 1
+    }
+
+
+def describe_changing(changing: Mapping[str, Sequence[Any]]) -> str:
+    """Describe the values that calls differ in, as :func:`changing_values` returns them."""
+    return ", ".join(f"{path} is {' and '.join(dict.fromkeys(map(repr, values)))}" for path, values in changing.items())
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

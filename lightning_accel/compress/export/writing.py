@@ -30,7 +30,9 @@ from lightning_accel.compress.export.onnx import (
 )
 from lightning_accel.compress.export.structure import (
     bind,
+    changing_values,
     describe,
+    describe_changing,
     named_tensors,
     plain_values,
     restore,
@@ -210,6 +212,12 @@ def _trace_call(
     plain = partial(flat.whole, run=flat.module)
     live = plain if quantized is None else partial(flat.whole, run=quantized.run)
     inputs = [sort_keywords(module.forward, call) for call in inputs]
+    if changing := changing_values([bind(module.forward, *call) for call in inputs]):
+        raise ExportError(
+            f"{type(module).__name__} cannot be exported: {describe_changing(changing)} in its calls, and a file holds "
+            "what is no tensor as a constant. Let forward take it from its tensors, or name by module a part that is "
+            "called with tensors alone"
+        )
     calls = [*inputs, *(_calls_of_other_sizes(live, inputs[0]) if dynamic else [])]
     example = max(calls, key=_size) if dynamic else inputs[0]
     flat.keep(live, example, calls)

@@ -12,7 +12,16 @@ from torch.export import ExportedProgram
 from lightning_accel._private.torch import frozen_weights
 from lightning_accel.compress.autotuning import autotuned, compile_frozen
 from lightning_accel.compress.calls import Inputs, first_line
-from lightning_accel.compress.export.structure import Flat, Structure, describe, named_tensors, tensors_of
+from lightning_accel.compress.export.structure import (
+    Flat,
+    Structure,
+    bind,
+    changing_values,
+    describe,
+    describe_changing,
+    named_tensors,
+    tensors_of,
+)
 from lightning_accel.compress.quantization.inputs import dynamic_shapes
 from lightning_accel.compress.quiet import suppress_output
 from lightning_accel.compress.report.report import ByteCounter
@@ -153,8 +162,9 @@ def export(module: nn.Module, inputs: Sequence[Inputs], strict: Sequence[bool] =
     """Trace ``module`` from tensors to tensors, with dynamic sizes as far as possible.
 
     Raises:
-        CannotConvertError: if it cannot be traced at all.
+        CannotConvertError: if it cannot be traced at all, or calls differ in what is no tensor.
     """
+    require_same_values(module, inputs)
     flat, tensors = Flat(module, Structure.of(module, inputs[0])), tuple(tensors_of(inputs[0]))
     failure: Exception | None = None
     for shapes in ((dynamic_shapes(inputs),), (dynamic_shapes(inputs, named=False),), None):
@@ -168,6 +178,15 @@ def export(module: nn.Module, inputs: Sequence[Inputs], strict: Sequence[bool] =
         except Exception as error:
             failure = failure or error
     raise CannotConvertError(f"torch.export cannot trace it: {first_line(failure)}") from failure
+
+
+def require_same_values(module: nn.Module, inputs: Sequence[Inputs]) -> None:
+    """Raise a :class:`CannotConvertError` if calls differ in what is no tensor, which a graph holds as a constant."""
+    if changing := changing_values([bind(module.forward, *call) for call in inputs]):
+        raise CannotConvertError(
+            f"{describe_changing(changing)} in its calls, and a graph holds what is no tensor as a constant: let "
+            "forward take it from its tensors"
+        )
 
 
 def size_of(program: ExportedProgram) -> int:

@@ -19,7 +19,7 @@ from lightning_accel.compress.calls import Inputs, first_line, first_samples, nu
 from lightning_accel.compress.export.loading import onnx_session
 from lightning_accel.compress.export.onnx import save_onnx, to_onnx
 from lightning_accel.compress.export.structure import Flat, Structure, bind, named_tensors, tensors_of
-from lightning_accel.compress.quantization.form import CannotConvertError, Form
+from lightning_accel.compress.quantization.form import CannotConvertError, Form, require_same_values
 from lightning_accel.compress.quantization.inputs import dynamic_shapes, noise_share
 from lightning_accel.compress.quantization.layers import Layers
 from lightning_accel.compress.quantization.pt2e import Ranges
@@ -271,6 +271,7 @@ def write_float(
         The structure of a call; the dtypes of the outputs of such a module, None of others; and whether the weights
         are in a further file, see :func:`~lightning_accel.compress.export.onnx.save_onnx`.
     """
+    require_same_values(module, inputs)
     dtypes = None
     if has_half_precision(module):
         with torch.no_grad():

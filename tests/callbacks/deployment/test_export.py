@@ -436,6 +436,32 @@ def test_what_cannot_be_traced_is_refused_before_training(tmp_path):
         fit(Chooses(), [Export()], tmp_path)
 
 
+class Pools(Own):
+    """Takes the number of groups beside the group of each row, as code for graphs does."""
+
+    def forward(self, x, group, num_groups):
+        return self.net(x.new_zeros(num_groups, x.shape[1]).index_add(0, group, x))
+
+    def training_step(self, batch, batch_idx):
+        raise AssertionError("training has begun")
+
+    def validation_step(self, batch, batch_idx):
+        x = batch[0]
+        self.log("val/loss", self(x, torch.arange(len(x)), len(x)).sum())
+
+
+def test_numbers_that_differ_between_calls_are_refused_or_told_of_before_training(tmp_path):
+    with pytest.raises(ExportError, match=r"num_groups is 8 and 4 in its calls, and a file holds .* as a constant"):
+        fit(Pools(), [Export()], tmp_path)
+    with pytest.raises(ValueError, match="backend='pt2e' needs a graph of Pools, and num_groups is 5 and 2 in"):
+        fit(Pools(), [Quantization(backend="pt2e")], tmp_path)
+    with (
+        pytest.warns(UserWarning, match="no form of Pools for ONNX Runtime or PT2E: num_groups is 5 and 2"),
+        pytest.raises(AssertionError, match="training has begun"),
+    ):
+        fit(Pools(), [Quantization()], tmp_path)
+
+
 def check_export(rank, folder, strategy):
     torch.manual_seed(0)
     module, callback = Own(), Export(compare=False)

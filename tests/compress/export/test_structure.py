@@ -5,9 +5,18 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from lightning_accel.compress.export.structure import describe, named_tensors, plain_values, rebuild, restore
+from lightning_accel.compress.export.structure import (
+    Structure,
+    Unflat,
+    describe,
+    named_tensors,
+    plain_values,
+    rebuild,
+    restore,
+)
 
 
 @dataclass
@@ -103,3 +112,11 @@ def test_what_is_no_container_is_told_or_left():
     assert others == ["cache"]
     assert restore(cache, iter([TWO])) == (TWO, cache.cache)
     assert rebuild(describe(cache), {"logits": ONE}) == (ONE, None)
+
+
+def test_a_form_refuses_other_plain_values_than_it_was_made_with():
+    module = nn.Identity()
+    form = Unflat(module, Structure(((torch.empty(0), 3), {"mode": "sum"}), torch.empty(0)))
+    assert form(torch.ones(2), 3, mode="sum").tolist() == [1, 1]
+    with pytest.raises(ValueError, match=r"as constants: arguments\.1 is 3 and 4$"):
+        form(torch.ones(2), 4, mode="sum")
