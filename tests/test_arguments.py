@@ -2,10 +2,12 @@
 
 import importlib
 import inspect
+import math
 import pkgutil
+import types
 from collections.abc import Iterator
 from dataclasses import is_dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import lightning_accel
 
@@ -25,7 +27,7 @@ LATER = {  # checked where sizes are known, when scikit-learn calls fit, or by L
     "models.rnn.SequenceModel": {"pooling", "target_kind"},
     "strategies.ddp.AccelDDPStrategy": {"start_method"},
     "strategies.pipeline.strategy.PipelineStrategy": {"start_method"},
-    "strategies.sharding.strategy.FullyShardedStrategy": {"expert_parallel_size", "start_method"},
+    "strategies.sharding.strategy.FullyShardedStrategy": {"start_method"},
 }
 
 
@@ -90,4 +92,30 @@ def test_a_choice_that_there_is_not_is_refused_at_once():
                 unnamed |= set() if name in str(error) else {(path, name)}
     assert ("callbacks.speedups.Speedups", "compile") in tried
     assert accepted == LATER
+    assert not unnamed
+
+
+def parts(annotation: Any) -> set[Any]:
+    return set(get_args(annotation)) if get_origin(annotation) in (types.UnionType, Union) else {annotation}
+
+
+def test_a_number_out_of_range_and_a_text_for_one_are_refused_at_once_by_name():
+    """Of classes that need no other arguments. -1 infers the width of layers from their first input."""
+    tried, accepted, unnamed = set(), set(), set()
+    for path, one in ((path, one) for module in modules() for path, one in callables(module).items()):
+        if not isinstance(one, type) or needs_arguments(one) or path.startswith(("measure.", "models.estimators.")):
+            continue
+        hints = get_type_hints(one.__init__)
+        for name in hints.keys() & inspect.signature(one).parameters.keys():
+            kinds = parts(hints[name])
+            wrong = [-1] * (int in kinds) + [math.nan] * (float in kinds) + ["two"] * bool({int, float} & kinds)
+            for value in wrong if name != "in_channels" and str not in kinds else ():
+                tried.add((path, name))
+                try:
+                    one(**{name: value})
+                    accepted.add((path, name, value))
+                except (TypeError, ValueError) as error:
+                    unnamed |= set() if name in str(error) else {(path, name, value, str(error))}
+    assert ("callbacks.ddp_settings.DDPSettings", "bucket_cap_mb") in tried
+    assert not accepted
     assert not unnamed

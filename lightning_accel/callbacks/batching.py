@@ -28,6 +28,7 @@ from lightning_accel.callbacks.padding import (
 from lightning_accel.callbacks.speedups import loaders_of
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of, require_own_steps
 from lightning_accel.data.samplers import ResumableLoader
+from lightning_accel.ops.bounds import require_at_least
 from lightning_accel.ops.names import require_one_of
 
 
@@ -87,8 +88,7 @@ class Batching(L.Callback):
     def __init__(
         self, batch_size_factor: int = 1, length_bucketed: bool = False, padding: Padding | None = None
     ) -> None:
-        if batch_size_factor < 1:
-            raise ValueError(f"batch_size_factor must be at least 1; got {batch_size_factor}")
+        require_at_least(1, batch_size_factor=batch_size_factor)
         if padding is not None:
             require_one_of("padding", padding, get_args(Padding))
         self.batch_size_factor = batch_size_factor

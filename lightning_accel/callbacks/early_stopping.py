@@ -19,6 +19,7 @@ from lightning_accel.callbacks.best_weights import BestWeights
 from lightning_accel.callbacks.compression_phase import current_phase, in_final_phase
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of, not_logged
+from lightning_accel.ops.bounds import require_at_least
 
 _HIGHER_IS_BETTER = re.compile(r"(^|[/_ ])(acc|accuracy|auc|auroc|f1|precision|recall|r2|log_prob)($|[/_ ])")
 _AT_EPOCH_END = (
@@ -91,10 +92,7 @@ class RestoringEarlyStopping(LightningEarlyStopping):
             raise ValueError(f"mode must be 'min' or 'max'; got {mode!r}")
         if not 0 <= min_delta < math.inf:
             raise ValueError(f"min_delta must be at least 0, in either mode; got {min_delta}")
-        if patience < 1 or smooth_over < 1:
-            raise ValueError(
-                f"patience and smooth_over must be at least 1 check; got patience={patience}, smooth_over={smooth_over}"
-            )
+        require_at_least(1, patience=patience, smooth_over=smooth_over)
         if mode == "min" and _HIGHER_IS_BETTER.search(monitor):
             rank_zero_warn(
                 f"RestoringEarlyStopping takes lower values of {monitor!r} for better, and restores the weights of the "

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_accel.callbacks.monitors.expert_load import update_gates
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of, require_own_steps
 from lightning_accel.nn import ExpertLoad, GateReport, MixtureOfExperts
+from lightning_accel.ops.bounds import require_at_least
 
 
 class ExpertLosses(L.Callback):
@@ -38,8 +39,7 @@ class ExpertLosses(L.Callback):
     """
 
     def __init__(self, balance_weight: float = 0.01, z_weight: float = 0.001) -> None:
-        if not (balance_weight >= 0 and z_weight >= 0):  # NaN, too
-            raise ValueError(f"weights must be at least 0; got balance_weight={balance_weight}, z_weight={z_weight}")
+        require_at_least(0, balance_weight=balance_weight, z_weight=z_weight)
         self.balance_weight = balance_weight
         self.z_weight = z_weight
         self._load = ExpertLoad([])

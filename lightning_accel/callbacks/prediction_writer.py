@@ -57,6 +57,8 @@ class PredictionWriter(BasePredictionWriter):
 
     def __init__(self, filename: str = "predictions.csv") -> None:
         super().__init__(write_interval="batch_and_epoch")
+        if not filename:
+            raise ValueError("filename must name the file, such as 'predictions.csv'; got ''")
         self.filename = filename
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

@@ -31,6 +31,7 @@ from lightning_accel.nn.recurrent.fused import fuse_, unfuse_
 from lightning_accel.ops.attention import replace_attention, restore_attention
 from lightning_accel.ops.bernoulli import replace_bernoulli, restore_bernoulli
 from lightning_accel.ops.blocks import find_blocks
+from lightning_accel.ops.bounds import require_at_least
 from lightning_accel.ops.matmul import keep_matmul_precision, replace_matmul, restore_matmul
 from lightning_accel.ops.names import require_one_of
 
@@ -142,10 +143,8 @@ class Speedups(L.Callback):
         native_dropout: bool = False,
         measured_on: str | None = None,
     ) -> None:
-        leasts = (("threads", threads, 1), ("num_workers", num_workers, 0), ("prefetch_factor", prefetch_factor, 1))
-        for name, value, least in leasts:
-            if value is not None and value < least:
-                raise ValueError(f"{name} must be at least {least}; got {value}")
+        require_at_least(1, threads=threads, prefetch_factor=prefetch_factor)
+        require_at_least(0, num_workers=num_workers)
         if prefetch_factor is not None and num_workers == 0:
             raise ValueError(f"prefetch_factor={prefetch_factor} needs workers that load ahead; got num_workers=0")
         self.threads = threads

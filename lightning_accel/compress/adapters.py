@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_accel.compress.uncompiled import uncompiled
 from lightning_accel.data.digest import digest_of
 from lightning_accel.nn.features import require_width
+from lightning_accel.ops.bounds import require_above, require_at_least, require_share
 from lightning_accel.ops.extras import import_on_use, require_module
 from lightning_accel.ops.names import (
     HEADS_AND_GATES,
@@ -119,12 +120,9 @@ def add_adapters_(
 
 def require_rank(rank: int, alpha: float | None, dropout: float, base: str) -> None:
     """Reject, with a ValueError, values that are out of range."""
-    if rank < 1:
-        raise ValueError(f"rank must be at least 1; got {rank}")
-    if alpha is not None and alpha <= 0:
-        raise ValueError(f"alpha must be above 0; got {alpha}")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout must lie in [0, 1); got {dropout}")
+    require_at_least(1, rank=rank)
+    require_above(0, alpha=alpha)
+    require_share(dropout=dropout)
     require_one_of("base", base, get_args(BaseForm))
 
 

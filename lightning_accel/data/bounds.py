@@ -5,6 +5,8 @@ import os
 import zlib
 from pathlib import Path
 
+from lightning_accel.ops.bounds import require_above
+
 MAX_BYTES = "LIGHTNING_ACCEL_MAX_BYTES"  # environment variable: bytes that any file may need
 
 _MAX_BYTES = 1 << 27
@@ -12,19 +14,12 @@ _MAX_RATIO = 32  # largest ratio of unpacked to packed size; compressed text and
 _CHUNK = 1 << 20
 
 
-def require_at_least(least: int, **options: float | None) -> None:
-    """Raise a ValueError if an option that is set is below ``least``."""
-    for name, value in options.items():
-        if value is not None and value < least:
-            raise ValueError(f"{name} must be at least {least}; got {value}")
-
-
 def require_shares(val_share: float, test_share: float) -> None:
     """Raise a ValueError unless both shares are positive and leave a rest."""
-    if min(val_share, test_share) <= 0 or val_share + test_share >= 1:
+    require_above(0, val_share=val_share, test_share=test_share)
+    if not val_share + test_share < 1:
         raise ValueError(
-            "val_share and test_share must be above 0 and leave items to train on; "
-            f"got val_share={val_share}, test_share={test_share}"
+            f"val_share and test_share must leave items to train on; got val_share={val_share}, test_share={test_share}"
         )
 
 

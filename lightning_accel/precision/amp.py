@@ -18,6 +18,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_accel._private.lightning import call_step_hooks
 from lightning_accel._private.torch import cpu_capabilities, found_inf_by_device, scale_of, unscale_gradients_
+from lightning_accel.ops.bounds import require_above, require_at_least
 from lightning_accel.ops.names import list_some
 
 MixedDtype: TypeAlias = Literal["auto", "bf16", "fp16"]
@@ -78,11 +79,8 @@ class AmpPrecision(MixedPrecision):
     ) -> None:
         if dtype not in get_args(MixedDtype):
             raise ValueError(f"dtype must be auto, bf16 or fp16; got {dtype!r}")
-        if init_scale <= 0 or growth_interval < 1:
-            raise ValueError(
-                "init_scale must be positive and growth_interval at least 1; got "
-                f"init_scale={init_scale}, growth_interval={growth_interval}"
-            )
+        require_above(0, init_scale=init_scale)
+        require_at_least(1, growth_interval=growth_interval)
         super().__init__("bf16-mixed", "cpu")  # placeholders until choose sets both
         self.dtype = dtype
         self.init_scale = init_scale

@@ -44,6 +44,7 @@ from lightning_accel.compress.export.writing import (
 from lightning_accel.compress.report.forms import measure_forms, plain_forms
 from lightning_accel.compress.report.progress import Progress
 from lightning_accel.compress.report.report import Report, describe_layers
+from lightning_accel.ops.bounds import require_at_least
 from lightning_accel.ops.names import list_of_names, require_one_of
 
 _NUM_BATCHES = 2  # of validation, that the file is compared on
@@ -120,6 +121,9 @@ class Export(L.Callback):
             raise ValueError(f"preprocess must be 'datamodule', a module or None; got {preprocess!r}")
         if isinstance(preprocess, nn.Module):
             _require_inverse(preprocess)
+        if not filename:
+            raise ValueError("filename must name the file, such as 'model'; got ''")
+        require_at_least(3, max_length=max_length)
         self.format = format
         self.filename = filename
         self.module = module

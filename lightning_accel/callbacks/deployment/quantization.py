@@ -52,6 +52,7 @@ from lightning_accel.compress.report.latency import speedup
 from lightning_accel.compress.report.perplexity import PERPLEXITY, measured_perplexity
 from lightning_accel.compress.report.progress import Progress
 from lightning_accel.compress.report.report import Report, describe_speedup
+from lightning_accel.ops.bounds import require_above, require_at_least
 from lightning_accel.ops.names import list_of_names, require_one_of
 from lightning_accel.ops.renames import DROPPED_IN, renamed_arguments
 from lightning_accel.strategies import PipelineStrategy
@@ -60,6 +61,7 @@ _CONDITIONS = (
     "samples of a training batch, in this process; fp32 eager is the model after training, and quantized forms are "
     "compiled or run by ONNX Runtime"
 )
+_BEGIN = 0.5  # share of the run
 _BY_VALIDATION = " validation_step has to log it"
 Mode: TypeAlias = Literal["auto", "static", "dynamic", "weight_only", "qat"]
 
@@ -142,7 +144,7 @@ class Quantization(L.Callback):
         monitor_mode: Literal["max", "min"] = "max",
         max_drop: float | None = None,
         module: str | None = None,
-        begin: int | float = 0.5,
+        begin: int | float = _BEGIN,
         batch_size: int | None = None,
         seconds: float = 0.5,
         device: Literal["cpu", "cuda"] = "cpu",
@@ -161,8 +163,11 @@ class Quantization(L.Callback):
             raise ValueError("lower perplexities are better: monitor='perplexity' needs monitor_mode='min'")
         if max_drop is not None and not max_drop >= 0:
             raise ValueError(f"max_drop must be at least 0, in the unit of {monitor!r}; got {max_drop}")
-        if calibrate < 1:
-            raise ValueError(f"calibrate must be at least 1 row; got {calibrate}")
+        require_at_least(1, calibrate=calibrate, batch_size=batch_size)
+        require_above(0, seconds=seconds)
+        require_at_least(0, start=start)
+        if mode != "qat" and begin != _BEGIN:
+            raise ValueError(f"begin is when mode='qat' begins; got begin={begin} and mode={mode!r}: leave it out")
         if start is not None:
             kind = "a share of the run" if isinstance(start, float) else "an epoch, which begin cannot name"
             warnings.warn(
@@ -172,12 +177,8 @@ class Quantization(L.Callback):
                 stacklevel=3,
             )
             begin = start if isinstance(start, float) else begin
-        if begin < 0 or (isinstance(begin, float) and begin >= 1):
+        if not begin >= 0 or (isinstance(begin, float) and not begin < 1):
             raise ValueError(f"begin must be a share of the run in [0, 1), or an optimizer step as an int; got {begin}")
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1; got {batch_size}")
-        if not seconds > 0:
-            raise ValueError(f"seconds must be above 0; got {seconds}")
         self.mode = mode
         self.backend = backend
         self.calibrate = calibrate

@@ -32,6 +32,7 @@ from lightning_accel.callbacks.distillation.loss import (
 from lightning_accel.callbacks.distillation.teacher import Teacher, load_teacher, load_weights
 from lightning_accel.callbacks.recorded_calls import Call, CallRecorder, Calls, callable_parts, outermost
 from lightning_accel.callbacks.trainer_callbacks import require_own_steps
+from lightning_accel.ops.bounds import require_at_least
 
 _COPIES_OF_STUDENT = "initial", "dense"  # teachers that are copies of the student
 _DIVERGENCES = "kl", "reverse_kl"
@@ -123,8 +124,7 @@ class Distillation(L.Callback):
                 f"cache keeps the most probable classes of the last dimension, for loss='kl' or 'reverse_kl'; got "
                 f"loss={loss!r}, class_dim={class_dim}"
             )
-        if top_k < 1:
-            raise ValueError(f"top_k must be at least 1; got {top_k}")
+        require_at_least(1, top_k=top_k)
         if checkpoint is not None and not isinstance(teacher, nn.Module):
             raise ValueError(f"checkpoint holds weights for a module, but teacher is {teacher!r}; give the module")
         self.teacher, self.checkpoint = teacher, checkpoint

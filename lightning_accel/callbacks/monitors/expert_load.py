@@ -50,6 +50,8 @@ class ExpertLoadMonitor(L.Callback):
     """
 
     def __init__(self, filename: str = "figures/expert_load.png") -> None:
+        if not filename:
+            raise ValueError("filename must name the picture, such as 'figures/expert_load.png'; got ''")
         self.filename = filename
         self.steps: list[int] = []
         self.loads: list[list[Tensor]] = []  # for each step, the load of each mixture, (E,) float32

@@ -25,6 +25,7 @@ from lightning_accel.compress.pruning.masks import (
     require_sparsity,
     sparsity_at,
 )
+from lightning_accel.ops.bounds import require_at_least
 from lightning_accel.ops.names import list_of_names, require_one_of
 from lightning_accel.ops.renames import renamed_arguments
 
@@ -115,8 +116,7 @@ class Pruning(L.Callback):
             raise ValueError(
                 f"module and round_to are about channels that are removed: give structure='channel'; got {structure!r}"
             )
-        if round_to < 1:
-            raise ValueError(f"round_to must be at least 1 channel; got {round_to}")
+        require_at_least(1, round_to=round_to)
         pattern = None if self.removes_parts else parse_structure(structure)
         self.target = require_sparsity(sparsity, pattern)
         require_one_of("scope", scope, get_args(Scope))
@@ -127,8 +127,7 @@ class Pruning(L.Callback):
         _require_step_or_share("end", end)
         if type(begin) is type(end) and begin > end and schedule != "one_shot":
             raise ValueError(f"end must come after begin; got begin={begin}, end={end}")
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(f"every_n_steps must be at least 1; got {every_n_steps}")
+        require_at_least(1, every_n_steps=every_n_steps)
         if regrowth is not None:
             require_one_of("regrowth", regrowth, ["rigl"])
             if structure != "unstructured":
@@ -434,10 +433,9 @@ def _log_left_out(left_out: dict[str, str]) -> None:
 
 
 def _require_step_or_share(name: str, value: int | float) -> None:
-    if isinstance(value, float) and not 0 <= value <= 1:
+    require_at_least(0, **{name: value})
+    if isinstance(value, float) and value > 1:
         raise ValueError(f"{name} must be a share of the run in [0, 1], or a step, an int; got {value}")
-    if value < 0:
-        raise ValueError(f"{name} must not be negative; got {value}")
 
 
 def _num_steps(trainer: L.Trainer) -> int | None:

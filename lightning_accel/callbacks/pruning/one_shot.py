@@ -23,6 +23,7 @@ from lightning_accel.callbacks.trainer_callbacks import averaged_weights
 from lightning_accel.compress.calls import first_line
 from lightning_accel.compress.pruning.one_shot import Method, calibrate_and_prune_
 from lightning_accel.compress.pruning.prunable import find_prunable
+from lightning_accel.ops.bounds import require_at_least
 from lightning_accel.ops.names import Exclusion, require_one_of
 
 
@@ -89,8 +90,7 @@ class OneShotPruning(Pruning):
         module: str | None = None,
     ) -> None:
         require_one_of("method", method, get_args(Method))
-        if calibrate < 1:
-            raise ValueError(f"calibrate must be at least 1 sample; got {calibrate}")
+        require_at_least(1, calibrate=calibrate)
         self.method: Method = method
         self.calibrate = calibrate
         self.deployed = module

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_accel._private.lightning import last_saved_step, requeue_path
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of, move_last
+from lightning_accel.ops.bounds import require_at_least
 from lightning_accel.strategies.checkpoints.stores import join_location
 
 
@@ -48,8 +49,7 @@ class SaveOnSignal(L.Callback):
     """
 
     def __init__(self, every_n_steps: int = 10, stop_signals: tuple[str, ...] = ()) -> None:
-        if every_n_steps < 1:
-            raise ValueError(f"every_n_steps must be at least 1; got {every_n_steps}")
+        require_at_least(1, every_n_steps=every_n_steps)
         known = {each.name for each in signal.Signals}
         if unknown := [name for name in stop_signals if name not in known]:
             raise ValueError(f"stop_signals are names of signals, such as SIGUSR1; got {unknown[0]!r}")

@@ -29,6 +29,7 @@ from lightning_accel.callbacks.watchdog.stalls import StallWatch
 from lightning_accel.callbacks.watchdog.step_times import StepTimes
 from lightning_accel.data.shards.loader import ShardLoader
 from lightning_accel.measure.run_parts import RunParts
+from lightning_accel.ops.bounds import require_above, require_at_least
 from lightning_accel.ops.renames import renamed_arguments
 
 _log = logging.getLogger(__name__)
@@ -107,14 +108,12 @@ class Watchdog(L.Callback):
         on_nonfinite: Literal["warn", "skip", "end"] = "warn",
         max_skipped: int = 10,
     ) -> None:
-        if not timeout > 0:
-            raise ValueError(f"timeout must be above 0 seconds; got {timeout}")
+        require_above(0, timeout=timeout)
         if on_hang not in ("warn", "end"):
             raise ValueError(f"on_hang must be 'warn' or 'end'; got {on_hang!r}")
         if on_nonfinite not in ("warn", "skip", "end"):
             raise ValueError(f"on_nonfinite must be 'warn', 'skip' or 'end'; got {on_nonfinite!r}")
-        if max_skipped < 1:
-            raise ValueError(f"max_skipped must be at least 1; got {max_skipped}")
+        require_at_least(1, max_skipped=max_skipped)
         self.timeout, self.on_hang = timeout, on_hang
         self.on_nonfinite, self.max_skipped = on_nonfinite, max_skipped
         self.findings: list[Finding] = []

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data, Dataset
 
-from lightning_accel.data.bounds import require_at_least, require_shares
+from lightning_accel.data.bounds import require_shares
 from lightning_accel.data.digest import require_same_data
 from lightning_accel.data.graphs.dataset import GraphDataset, NeighbourDataset, NodeDataset
 from lightning_accel.data.graphs.features import Features, Scale, apply_features, features_of, fit_scale, scale_features
@@ -52,6 +52,7 @@ from lightning_accel.data.shards.loader import datamodule_loader
 from lightning_accel.data.shards.options import ShardOptions
 from lightning_accel.data.shards.splits import Split
 from lightning_accel.data.tables.files import existing_file
+from lightning_accel.ops.bounds import require_at_least
 from lightning_accel.ops.names import list_of_names
 from lightning_accel.ops.options import options_of, read_options
 from lightning_accel.ops.renames import renamed_arguments

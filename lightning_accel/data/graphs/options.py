@@ -7,9 +7,9 @@ from typing import Any, get_args
 
 from torch_geometric.data import Dataset
 
-from lightning_accel.data.bounds import require_at_least
 from lightning_accel.data.graphs.tasks import Family, Level, TargetKind
 from lightning_accel.data.shards.options import ShardOptions
+from lightning_accel.ops.bounds import require_at_least
 from lightning_accel.ops.names import list_of_names
 
 

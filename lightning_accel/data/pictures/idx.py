@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_accel.data.bounds import require_allowed, require_at_least
+from lightning_accel.data.bounds import require_allowed
 from lightning_accel.data.digest import DIGEST, digest_of, require_same_data
 from lightning_accel.data.in_memory import InMemoryDataModule
 from lightning_accel.data.quoting import shown
 from lightning_accel.data.tables.files import existing_file, regular_file, split_rows
+from lightning_accel.ops.bounds import require_at_least
 from lightning_accel.ops.renames import renamed_arguments
 
 IdxPart: TypeAlias = Literal["train-images", "train-labels", "test-images", "test-labels"]

@@ -11,7 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
-from lightning_accel.data.bounds import require_at_least, require_shares
+from lightning_accel.data.bounds import require_shares
 from lightning_accel.data.digest import DIGEST, require_same_data
 from lightning_accel.data.in_memory import in_memory_loader, resumable_loader
 from lightning_accel.data.quoting import listed
@@ -35,6 +35,7 @@ from lightning_accel.data.shards.loader import datamodule_loader
 from lightning_accel.data.shards.options import ShardOptions
 from lightning_accel.data.shards.splits import Split
 from lightning_accel.data.tables.files import existing_file
+from lightning_accel.ops.bounds import require_at_least
 from lightning_accel.ops.names import list_of_names
 from lightning_accel.ops.options import options_of, read_options
 from lightning_accel.ops.renames import renamed_arguments

@@ -11,11 +11,11 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from lightning_accel.data.bounds import require_at_least
 from lightning_accel.data.in_memory import identity_collate
 from lightning_accel.data.planned_sampler import Plan, PlannedSampler, integer_sizes, share_indices
 from lightning_accel.data.samplers import ResumableLoader
 from lightning_accel.data.sequences.batch import collate_sequences
+from lightning_accel.ops.bounds import require_at_least
 
 _UNBOUNDED = 2**62
 

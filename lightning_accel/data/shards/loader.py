@@ -12,7 +12,6 @@ import numpy as np
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_accel.data.bounds import require_at_least
 from lightning_accel.data.digest import digest_of
 from lightning_accel.data.in_memory import identity_collate
 from lightning_accel.data.samplers import ResumableLoader, progress_of, replicas_and_rank
@@ -22,6 +21,7 @@ from lightning_accel.data.shards.reader import ReadOptions, ShardBatches
 from lightning_accel.data.shards.sampler import ShardSampler
 from lightning_accel.data.shards.splits import Split
 from lightning_accel.data.shards.streams import choose_streams
+from lightning_accel.ops.bounds import require_at_least
 from lightning_accel.ops.names import list_of_names
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 
-from lightning_accel.data.bounds import require_at_least, require_shares
+from lightning_accel.data.bounds import require_shares
 from lightning_accel.data.digest import DIGEST, digest_of, require_same_data
 from lightning_accel.data.in_memory import BatchTensorDataset, InMemoryDataModule
 from lightning_accel.data.preprocessing import RawColumns
@@ -48,6 +48,7 @@ from lightning_accel.data.tables.files import (
 from lightning_accel.data.tables.leakage import doubts_of_answers, doubts_of_copies, doubts_of_groups
 from lightning_accel.data.tables.sharded import ShardedTable, new_category_message
 from lightning_accel.data.tables.statistics import Target
+from lightning_accel.ops.bounds import require_at_least
 from lightning_accel.ops.extras import import_on_use
 from lightning_accel.ops.names import list_of_names
 from lightning_accel.ops.options import read_options

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
-from lightning_accel.data.bounds import require_at_least, require_shares
+from lightning_accel.data.bounds import require_shares
 from lightning_accel.data.digest import DIGEST, require_same_data
 from lightning_accel.data.in_memory import in_memory_loader, resumable_loader
 from lightning_accel.data.samplers import ResumableSampler, replicas_and_rank
@@ -31,6 +31,7 @@ from lightning_accel.data.text.tokens import (
     map_file,
     vocabulary_size,
 )
+from lightning_accel.ops.bounds import require_at_least
 from lightning_accel.ops.names import list_of_names
 
 _WINDOWS_PER_GROUP = 16  # adjacent windows in one split, so that few windows border on another split

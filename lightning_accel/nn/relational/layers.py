@@ -18,6 +18,7 @@ from lightning_accel.nn.relational.sums import (
     rooted_sums,
     weighted_neighbour_sum,
 )
+from lightning_accel.ops.bounds import require_at_least
 from lightning_accel.ops.float32 import at_least_float32, without_autocast
 from lightning_accel.ops.names import list_of_names
 from lightning_accel.ops.triples.cache import triples_of
@@ -81,7 +82,7 @@ class RelationalOrder3Pooling(nn.Module):
         types = list_of_names(types)
         if not types or len(set(types)) < len(types) or not set(types) <= set(MAPS):
             raise ValueError(f"types must be some of {list(MAPS)}, each once at most; got {list(types)}")
-        _check_sizes(self, out_channels, rank)
+        require_at_least(1, out_channels=out_channels, rank=rank)
         self.in_channels = in_channels
         self.out_channels = out_channels
         self.rank = rank
@@ -227,7 +228,7 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
                 f"RO3Conv joins triples of nodes of one type, so in_channels is one width, or -1; got {in_channels}. "
                 "Make the graph homogeneous, data.to_homogeneous(), and tell its relations apart by num_relations"
             )
-        _check_sizes(self, out_channels, rank)
+        require_at_least(1, out_channels=out_channels, rank=rank)
         self.in_channels = in_channels
         self.out_channels = out_channels
         self.rank = rank
@@ -305,13 +306,6 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.in_channels}, {self.out_channels}, rank={self.rank})"
-
-
-def _check_sizes(layer: nn.Module, out_channels: int, rank: int) -> None:
-    if min(out_channels, rank) < 1:
-        raise ValueError(
-            f"{type(layer).__name__} needs out_channels and rank of at least 1; got {out_channels=}, {rank=}"
-        )
 
 
 def _checked_triples(layer: nn.Module, x: Any, edge_index: Any, triples: Triples | None) -> Triples:
