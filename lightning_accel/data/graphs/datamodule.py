@@ -14,6 +14,7 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data, Dataset
@@ -23,6 +24,7 @@ from lightning_accel.data.digest import require_same_data
 from lightning_accel.data.graphs.dataset import GraphDataset, NeighbourDataset, NodeDataset
 from lightning_accel.data.graphs.features import Features, Scale, apply_features, features_of, fit_scale, scale_features
 from lightning_accel.data.graphs.files import FileGraphs, read_graphs
+from lightning_accel.data.graphs.leakage import doubts_of_graphs
 from lightning_accel.data.graphs.options import (
     GeneratedGraphs,
     GraphBatches,
@@ -349,6 +351,8 @@ class GraphDataModule(L.LightningDataModule):
             read = read_graphs(self.path, self.layout)
             kind = self.layout.target_kind or "classification"
             splits = file_splits(read, self.path, kind, self.layout.columns, self.shares, self.seed)
+            for doubt in doubts_of_graphs(splits, read.feature_names, self.path):
+                rank_zero_warn(doubt)
             source = list(splits.graphs)
             splits.graphs = [self._transform_graph(graph) for graph in source]
             return splits, read, source

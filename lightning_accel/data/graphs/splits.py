@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -167,7 +167,7 @@ def file_splits(
             f"each graph of {path} has as many targets {names[0]!r} as nodes; if they are targets of the nodes, set "
             "layout.level to node"
         )
-    y, classes = _encode(read.target, path, kind, names, of_nodes)
+    y, classes = _encode(read, path, kind, names, of_nodes)
     by_class = classes is not None and (of_nodes or read.level == "graph")
     parts = _split(y, of_nodes, by_class, len(read.graphs), shares, seed, path)
     sizes = [graph.num_nodes or 0 for graph in read.graphs] if read.level == "node" else [1] * len(read.graphs)
@@ -194,31 +194,33 @@ def _require_targets(read: FileGraphs, path: Path, names: Sequence[str]) -> None
 
 
 def _encode(
-    found: Sequence[Sequence[Any]], path: Path, kind: TargetKind, names: Sequence[str], gaps: bool
+    read: FileGraphs, path: Path, kind: TargetKind, names: Sequence[str], gaps: bool
 ) -> tuple[Tensor, list[str] | None]:
     """Return targets as models take them, and class names; ``gaps`` allows missing targets, which are unknown."""
-    name = names[0]
+    name, found = names[0], read.target
     widths = {len(row) for row in found}
     if len(widths) > 1:
         raise ValueError(
             f"all targets {name!r} of {path} must be equally many; got {' and '.join(map(str, sorted(widths)))}"
         )
-    table = pd.DataFrame(list(found), dtype=object)
+    lines = pd.Index(read.lines, name="line") if len(read.lines) == len(found) else None
+    table = pd.DataFrame(list(found), lines, dtype=object)
     if kind == "classification":
         if table.shape[1] != 1:
             raise ValueError(
                 f"a class of each is one value; {path} has {table.shape[1]} in {', '.join(names)}. Set "
                 "layout.target_kind to regression, or name one in layout.target"
             )
-        read = read_known_classes if gaps else read_classes
-        numbers, classes = read(table[0].rename(name), path, SET_REGRESSION)
+        encode = read_known_classes if gaps else read_classes
+        numbers, classes = encode(table[0].rename(name), path, SET_REGRESSION)
         return torch.from_numpy(numbers), classes
     titles = [*names, *[name] * table.shape[1]]
     columns = [as_numbers(table[i].rename(titles[i]), path, "Mend the value") for i in range(table.shape[1])]
     values = torch.from_numpy(np.stack([column.to_numpy() for column in columns], axis=1))
     if not gaps and values.isnan().any():
-        row = int(values.isnan().any(1).int().argmax()) + 1
-        raise ValueError(f"the target {name!r} of {path} lacks a value in entry {row}; fill it in, or leave it out")
+        row = int(values.isnan().any(1).int().argmax())
+        place = f"entry {row + 1}" if lines is None else f"line {lines[row]}"
+        raise ValueError(f"the target {name!r} of {path} lacks a value in {place}; fill it in, or leave it out")
     return (values[:, 0] if values.shape[1] == 1 else values).float(), None
 
 

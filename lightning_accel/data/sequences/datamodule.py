@@ -9,6 +9,7 @@ import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_accel.data.bounds import require_shares
@@ -218,7 +219,8 @@ class SequenceDataModule(L.LightningDataModule):
         self._sampler(splits.train)  # raises where a sequence is longer than max_tokens
         self.train_rows, self.val_rows, self.test_rows = splits.train, splits.val, splits.test
         if self.path is not None:
-            self._report([len(rows) for rows in (splits.train, splits.val, splits.test)])
+            rows = splits.train, splits.val, splits.test
+            self._report([*map(len, rows)], torch.cat([each.lengths for each in rows]))
 
     def _read(self) -> SequenceSplits:
         if self.task is None:
@@ -244,7 +246,7 @@ class SequenceDataModule(L.LightningDataModule):
         self._sequences = found
         self._report([int(found.splits[split].rows.sum()) for split in ("train", "val", "test")])
 
-    def _report(self, num_sequences: Sequence[int]) -> None:
+    def _report(self, num_sequences: Sequence[int], lengths: Tensor | None = None) -> None:
         """Tell how the file is read, in a run."""
         if self.trainer is None:
             return
@@ -256,9 +258,16 @@ class SequenceDataModule(L.LightningDataModule):
         steps = f"tokens below {self.vocab_size}"
         if self.feature_names is not None:
             steps = f"features of a step: {listed(self.feature_names, 10)}"
+        length = empty = ""
+        if lengths is not None:
+            shortest, longest = int(lengths.min()), int(lengths.max())
+            length = f", of {shortest} to {longest} steps" if shortest < longest else f", of {longest} steps"
+            empty = f", {num_empty} of them without steps" if (num_empty := int((lengths == 0).sum())) else ""
         rank_zero_info(
             f"{self.path}: {target}; {steps}; "
             + "{:,} sequences train, {:,} validate, {:,} test".format(*num_sequences)
+            + length
+            + empty
             + ("" if self.predict_path is None else f"; predict_path: {self.predict_path}")
         )
 

@@ -209,22 +209,24 @@ def _counts_rows(numbers: np.ndarray) -> bool:
 def _far_value(numbers: np.ndarray) -> float | None:
     """Return a least or largest number that repeats, far from all others.
 
-    A number is far at 10 interquartile ranges of the others. Two of -99, -999 and so on suffice at any distance, below
-    others that are not negative.
+    A number is far at 10 interquartile ranges of the others. At any distance below others that are not negative, two of
+    -99 suffice, and one of -999, -9999 and -99999, which need not repeat.
 
     >>> _far_value(np.array([-999.0, *range(20, 60), -999]))
     -999.0
-    >>> _far_value(np.array([-999.0, *range(20, 60)]))  # an outlier
+    >>> _far_value(np.array([-998.0, *range(20, 60)]))  # an outlier
     >>> _far_value(np.array([-99.0, -99, *range(0, 9000, 10)]))
     -99.0
     """
     for extreme in (numbers.min(initial=np.inf), numbers.max(initial=-np.inf)):
         is_extreme = numbers == extreme
         others = numbers[~is_extreme]
-        if is_extreme.sum() < 2 or not len(others):
+        if not len(others):
             continue
-        if extreme in _CODES and others.min() >= 0:
+        if extreme in _CODES and others.min() >= 0 and is_extreme.sum() >= (2 if extreme == _CODES[0] else 1):
             return float(extreme)
+        if is_extreme.sum() < 2:
+            continue
         if is_extreme.sum() < _FEWEST_REPEATS * len(numbers):
             continue
         low, high = np.quantile(others, [0.25, 0.75])

@@ -503,8 +503,9 @@ def split_in_three(
 
 
 def _first_row(mask: pd.Series) -> str:
-    """Name the first row where ``mask`` is True, counted as in files of predictions."""
-    return f"row {int(mask.to_numpy().argmax())} (from 0)"
+    """Name the first row where ``mask`` is True: by its line, if the index has lines, or as in files of predictions."""
+    first = int(mask.to_numpy().argmax())
+    return f"line {mask.index[first]}" if mask.index.name == "line" else f"row {first} (from 0)"
 
 
 def _require_bounded(path: Path) -> None:

@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 else:
     pd = import_on_use("pandas")
 
-_FEWEST_COPIES = 5
-_SMALLEST_SHARE = 0.05  # of the rows that validate and test
+FEWEST_COPIES = 5
+SMALLEST_SHARE = 0.05  # of the rows that validate and test
 _MOST_NUMBERS = 20  # rows that differ in so few numbers coincide by chance
 _FEWEST_ROWS = 20  # in fewer rows, a column agrees with the target by chance
 _ROWS_OF_A_VALUE = 20
 _FEWEST_GROUPS = 10
 _LARGEST_CORRELATION = 0.9999
 _LEAST_CHANCE = 1e-6
+_EXCLUDE = "list it under exclude; if its values stand for persons or things of several rows each, name it as group"
 
 
 def doubts_of_copies(
@@ -38,7 +39,7 @@ def doubts_of_copies(
     """
     table = pd.concat([features, pd.Series(target, index=features.index)], axis=1)
     rows = pd.util.hash_pandas_object(table, index=False).to_numpy()
-    fewest = max(_FEWEST_COPIES, _SMALLEST_SHARE * len(held_out))
+    fewest = max(FEWEST_COPIES, SMALLEST_SHARE * len(held_out))
     is_equal = np.isin(rows[held_out], rows[train])
     if is_equal.sum() < fewest:
         return
@@ -57,7 +58,9 @@ def doubts_of_copies(
         )
 
 
-def doubts_of_answers(features: pd.DataFrame, target: np.ndarray, path: str | Path, is_quantity: bool) -> Iterator[str]:
+def doubts_of_answers(
+    features: pd.DataFrame, target: np.ndarray, path: str | Path, is_quantity: bool, remedy: str = _EXCLUDE
+) -> Iterator[str]:
     """Yield a warning of columns that tell the target of the training rows on their own.
 
     There must be other columns, and more than 20 rows. A column tells a quantity if the absolute value of their
@@ -71,6 +74,7 @@ def doubts_of_answers(features: pd.DataFrame, target: np.ndarray, path: str | Pa
         target: their classes, -100 where one is unknown, or quantities.
         path: the file, for messages.
         is_quantity: which of both.
+        remedy: what to do if it does.
     """
     known = np.flatnonzero(_different(features, target) & (is_quantity | (target != -100)))
     features, target = features.iloc[known], target[known]
@@ -83,7 +87,7 @@ def doubts_of_answers(features: pd.DataFrame, target: np.ndarray, path: str | Pa
         yield (
             f"columns of {path} that tell the target of the training rows on their own, with {what}: "
             f"{listed(answers, 5)}. If one is made of the target, or not known where the target is to be predicted, "
-            "list it under exclude; if its values stand for persons or things of several rows each, name it as group"
+            f"{remedy}"
         )
 
 

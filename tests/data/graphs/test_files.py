@@ -1,5 +1,7 @@
 import gzip
 import json
+import re
+import warnings
 
 import networkx as nx
 import pytest
@@ -59,6 +61,72 @@ def test_edges_that_stand_twice_are_told_unless_their_attributes_differ(make):
         make([{**line, "edge_attr": [*line["edge_attr"], line["edge_attr"][0]]} for line in twice])
     reverse = [{**line, "edges": [*line["edges"], line["edges"][0][::-1]]} for line in lines()]
     make([{name: value for name, value in line.items() if name != "edge_attr"} for line in reverse])
+
+
+def random_graphs(number=60, leak=None, seed=0):
+    """Graphs of ten nodes with a random feature and another, ``leak(class, node)``."""
+    generator = torch.Generator().manual_seed(seed)
+    leak = leak or (lambda y, node: 0.0)
+    return [
+        {
+            "edges": torch.randint(0, 10, (30, 2), generator=generator).unique(dim=0).tolist(),
+            "x": [[torch.rand(1, generator=generator).item(), leak(i % 3, node)] for node in range(10)],
+            "y": i % 3,
+        }
+        for i in range(number)
+    ]
+
+
+def told(make, found, **options):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make(found, **options)
+    return [str(one.message) for one in caught if "list an edge" not in str(one.message)]
+
+
+def test_copies_of_training_graphs_and_graphs_without_nodes_are_told(make):
+    found = random_graphs()
+    assert not told(make, found)
+    (copies,) = told(make, [*found, *found])
+    assert re.match(r"\d+ of the 36 graphs of .* that validate and test \(\d+%\) are copies of training graphs", copies)
+    assert not told(make, [{**line, "x": [[0, 0]] * 10, "edges": RING} for line in found])  # equal by design
+    (empty,) = told(make, [*found, {"edges": [], "num_nodes": 0, "x": [], "y": 0}])
+    assert re.match("1 of 61 graphs of .* have no nodes, so that they all get one prediction", empty)
+
+
+def test_features_that_tell_the_target_are_told(make):
+    (of_graphs,) = told(make, random_graphs(leak=lambda y, node: float(y)))
+    assert "that tell the target of the training rows on their own" in of_graphs
+    assert "class alone: x 1. If one" in of_graphs
+    assert of_graphs.endswith("leave it out of the file")
+    assert not told(make, random_graphs(leak=lambda y, node: float(y if node else 9)))  # nodes differ in it
+    nodes = [{**line, "y": [[node % 3, 1][0] for node in range(10)]} for line in random_graphs()]
+    for line in nodes:
+        line["x"] = [[value, float(y)] for (value, _), y in zip(line["x"], line["y"], strict=True)]
+    (of_nodes,) = told(make, nodes, level="node")
+    assert "class alone: x 1. If one" in of_nodes
+    values = [{**line, "y": 2.5 * number} for number, line in enumerate(random_graphs())]
+    for line in values:
+        line["x"] = [[value, line["y"] + 1] for value, _ in line["x"]]
+    (of_values,) = told(make, values, target_kind="regression")
+    assert "a correlation above 0.9999 with it" in of_values
+
+
+def test_one_hot_features_of_a_table_are_one_text(write):
+    nodes = "node,kind,size,y\n" + "".join(f"{i},{'abc'[i % 3]},{i * 37 % 11},{'uvw'[i % 3]}\n" for i in range(60))
+    edges = "source,target\n" + "".join(f"{i},{(i + 7) % 60}\n" for i in range(60))
+    data = GraphDataModule(write("edges.csv", edges), layout=GraphLayout(nodes_path=write("nodes.csv", nodes)))
+    with pytest.warns(UserWarning, match=r"tell the target .* kind\. If one"):
+        data.setup()
+
+
+def test_a_missing_target_is_told_by_its_line(make):
+    found = random_graphs(9)
+    found[4]["y"] = None
+    with pytest.raises(ValueError, match=r"lacks 1 of 9 values, the first in line 5\."):
+        make(found)
+    with pytest.raises(ValueError, match=r"lacks a value in line 5;"):
+        make(found, target_kind="regression")
 
 
 def test_targets_of_nodes_name_the_option(make):
@@ -127,7 +195,8 @@ def test_numbers_as_targets(make):
 
 def test_targets_of_nodes(make):
     found = [line | {"y": ["end", "middle", "end"]} for line in lines()]
-    data = make(found, level="node")
+    with pytest.warns(UserWarning, match=r"tell the target .*: x 1\. If one"):
+        data = make(found, level="node")
     assert (data.level, data.class_names) == ("node", ["end", "middle"])
     batch = next(iter(data.train_dataloader()))
     assert batch.y.tolist() == [0, 1, 0] * 7
@@ -153,6 +222,7 @@ def test_features_of_edges(make):
     assert attr[:, 1].unique().tolist() == [0.5]  # a constant stays
 
 
+@pytest.mark.filterwarnings("ignore:.* have no nodes:UserWarning")
 @pytest.mark.parametrize("kind", ["types", "features", "none"])
 @pytest.mark.parametrize("empty", [{}, {"edge_attr": []}, {"edge_attr": None}])
 @pytest.mark.parametrize("first", [True, False])
@@ -215,7 +285,7 @@ def test_graphs_without_edges_or_nodes_stand_beside_others(make, write, kind, em
         ({"edges": [], "zzz": 3, "y": "ring"}, r"would not be read\. Known ones are"),
         ({**lines()[0], "id": "new", "edge_attr": [-1, 0]}, "holds the type -1"),
         ({**lines()[0], "id": "new", "y": 3.0}, "'3.0' has 1 of the rows; .* leave their rows out$"),
-        ({**lines()[0], "id": "new", "y": None}, r"lacks 1 of 13 values, the first in row 12 \(from 0\)"),
+        ({**lines()[0], "id": "new", "y": None}, r"lacks 1 of 13 values, the first in line 13\."),
         ({**lines()[0], "id": "new", "y": ["a", "b"]}, "must be equally many; got 1 and 2"),
     ],
 )

@@ -336,7 +336,7 @@ def test_a_run_tells_how_sequences_are_read(make, caplog):
     sizes = f"{len(data.train_rows)} sequences train, {len(data.val_rows)} validate, {len(data.test_rows)} test"
     assert caplog.messages == [
         f"{data.path}: target of {data.num_classes} classes, {', '.join(data.class_names)}; "
-        f"features of a step: values_0, values_1; {sizes}"
+        f"features of a step: values_0, values_1; {sizes}, of 0 to 5 steps, 10 of them without steps"
     ]
 
 
