@@ -197,7 +197,7 @@ def test_manual_optimization_with_two_optimizers_after_one_backward_pass():
 def test_refuses_what_cannot_work():
     with pytest.raises(ValueError, match="dtype must be auto, bf16 or fp16; got 'float16'"):
         AmpPrecision("float16")
-    with pytest.raises(ValueError, match="growth_interval=0"):
+    with pytest.raises(ValueError, match="growth_interval must be at least 1; got 0"):
         AmpPrecision(growth_interval=0)
     with pytest.raises(ValueError, match=r'LBFGS evaluates.*use AmpPrecision\(dtype="bf16"\)'):
         fit(AmpPrecision("fp16"), model=PlainClassifier(torch.optim.LBFGS))

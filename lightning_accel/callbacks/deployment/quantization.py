@@ -166,8 +166,6 @@ class Quantization(L.Callback):
         require_at_least(1, calibrate=calibrate, batch_size=batch_size)
         require_above(0, seconds=seconds)
         require_at_least(0, start=start)
-        if mode != "qat" and begin != _BEGIN:
-            raise ValueError(f"begin is when mode='qat' begins; got begin={begin} and mode={mode!r}: leave it out")
         if start is not None:
             kind = "a share of the run" if isinstance(start, float) else "an epoch, which begin cannot name"
             warnings.warn(
@@ -179,6 +177,8 @@ class Quantization(L.Callback):
             begin = start if isinstance(start, float) else begin
         if not begin >= 0 or (isinstance(begin, float) and not begin < 1):
             raise ValueError(f"begin must be a share of the run in [0, 1), or an optimizer step as an int; got {begin}")
+        if mode != "qat" and begin != _BEGIN:
+            raise ValueError(f"begin is when mode='qat' begins; got begin={begin} and mode={mode!r}: leave it out")
         self.mode = mode
         self.backend = backend
         self.calibrate = calibrate

@@ -75,14 +75,12 @@ class LocalCopies:
         keep: number of copies that stay of those written, of those not uploaded, and of those read, the newest.
 
     Raises:
-        ValueError: if ``folder`` is empty or a URL, or ``keep`` no number from 1 on.
+        ValueError: if ``folder`` is empty or a URL.
     """
 
     def __init__(self, folder: str | Path, keep: int) -> None:
         if not str(folder).strip() or is_remote(folder):
             raise ValueError(f"local_folder must be a folder on a disk of the machine; got {str(folder)!r}")
-        if not isinstance(keep, int) or keep < 1:
-            raise ValueError(f"keep_local must be an int of at least 1; got {keep!r}")
         self.folder = Path(folder).expanduser().absolute()
         self.keep = keep
 

@@ -455,8 +455,9 @@ def test_what_cannot_work_is_refused_before_training(tmp_path):
         ({"max_drop": -1.0, "monitor": "val/loss"}, "max_drop must be at least 0.*got -1.0"),
         ({"monitor_mode": "best"}, "monitor_mode must be"),
         ({"batch_size": 0}, "batch_size must be at least 1; got 0"),
-        ({"calibrate": 0}, "calibrate must be at least 1 row; got 0"),
+        ({"calibrate": 0}, "calibrate must be at least 1; got 0"),
         ({"begin": 1.0}, r"begin must be a share.*got 1.0"),
+        ({"mode": "static", "begin": 0.3}, "begin is when mode='qat' begins; got begin=0.3 and mode='static'"),
         ({"mode": "qat", "backend": "torchao"}, "mode='qat' is converted by"),
     ]:
         with pytest.raises(ValueError, match=match):

@@ -184,7 +184,7 @@ class Blind(Net):
 
 
 def test_wrong_options_are_found_before_training():
-    with pytest.raises(ValueError, match="calibrate must be at least 1 sample; got 0"):
+    with pytest.raises(ValueError, match="calibrate must be at least 1; got 0"):
         OneShotPruning(calibrate=0)
     with pytest.raises(ValueError, match="method must be one of"):
         OneShotPruning(method="magnitude")

@@ -229,7 +229,7 @@ def test_a_step_that_runs_again_to_find_the_layer_leaves_no_trace():
 
 
 def test_choices_are_checked():
-    with pytest.raises(ValueError, match="timeout must be above 0 seconds; got 0"):
+    with pytest.raises(ValueError, match="timeout must be above 0; got 0"):
         Watchdog(timeout=0)
     with pytest.raises(ValueError, match="on_hang must be 'warn' or 'end'; got 'stop'"):
         Watchdog(on_hang="stop")

@@ -430,8 +430,8 @@ def test_a_checkpoint_is_tested_on_other_text_but_not_on_what_it_was_trained_on(
         ({"path": ".", "suffixes": [".tex"]}, FileNotFoundError, "no file in . ends in .tex; set suffixes"),
         ({"context_length": 0}, ValueError, "context_length must be at least 1; got 0"),
         ({"batch_size": 0}, ValueError, "batch_size must be at least 1; got 0"),
-        ({"val_share": 0.0}, ValueError, "val_share and test_share must be above 0 and leave items"),
-        ({"val_share": 0.5, "test_share": 0.5}, ValueError, "val_share and test_share must be above 0 and leave items"),
+        ({"val_share": 0.0}, ValueError, "val_share must be above 0; got 0.0"),
+        ({"val_share": 0.5, "test_share": 0.5}, ValueError, "val_share and test_share must leave items"),
     ],
     ids=str,
 )

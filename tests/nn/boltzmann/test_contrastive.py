@@ -527,8 +527,8 @@ def test_autocast_of_train_uses_the_weights_of_each_step():
     ("options", "message"),
     [
         ({"sampler": "gibbs"}, "sampler must be"),
-        ({"steps": 0}, "steps=0"),
-        ({"num_chains": 0}, "num_chains=0"),
+        ({"steps": 0}, "steps must be at least 1; got 0"),
+        ({"num_chains": 0}, "num_chains must be at least 1; got 0"),
         ({"centering": 0.5}, "centering must be at least 1 row"),
         ({"centering": float("nan")}, "centering must be"),
     ],
