@@ -86,16 +86,20 @@ class Measurer:
         """Return whether there is a result, or time for one: less than a share ``until`` of the budget has passed."""
         return name in self.journal or self._passed() <= until
 
-    def may_prove(self, name: str, factors: Sequence[Factor], start_seconds: float) -> bool:
-        """Return whether there is a result, or time to measure changes that start for some seconds and prove them."""
+    def may_prove(self, name: str, factors: Sequence[Factor], start_seconds: float, num_turns: int = 16) -> bool:
+        """Return whether there is a result, or time to measure changes that start for some seconds and prove them.
+
+        Exact changes whose losses deviate together are compared one by one.
+        """
         if self.project.serves or name in self.journal:
             return True
         kinds = {factor.kind for factor in factors}
         starts = [start_seconds]
-        steps = 16 * self._turn * self.baseline["rate"]
-        if kinds & {"equal", "exact"}:
-            starts += [self.baseline["start_seconds"]] * 2 + [start_seconds]
-            steps += 3 * _EXACT_STEPS
+        steps = num_turns * self._turn * self.baseline["rate"]
+        if num_exact := sum(factor.kind in ("equal", "exact") for factor in factors):
+            num_compared = num_exact + 1 if num_exact > 1 else 1
+            starts += [self.baseline["start_seconds"]] * 2 + [start_seconds] * num_compared
+            steps += (2 + num_compared) * _EXACT_STEPS
         if kinds - {"equal", "checked"}:  # optimizers may enlarge the rounding of exact ones, and seeds then decide
             starts += [self.baseline["start_seconds"], start_seconds]
             steps += min(LOOKS) * (self._num_steps((), factors) + self._num_steps(factors, factors))

@@ -119,22 +119,26 @@ class Search:
         return next((one for one, (_, high) in zip(factors, gains, strict=True) if high >= least), None)
 
     def _leave_time_to_prove(self, chosen: list[Factor]) -> list[Factor]:
-        """Return the changes without those that start so slowly that there is no time to prove any with them."""
+        """Return the changes that there is time to prove together: without slow starters, or the least effective."""
         chosen = list(chosen)
         while len(chosen) > 1:
+            # together, and then without one of them, or without two before the share of the budget ends that
+            num_turns = 16 + 12 * min(len(chosen) - 1, 2)
+            if self._may_prove(f"together {names_of(chosen)}", chosen, num_turns):
+                break
             starts = {one.name: self.outcome.alone[one.name].start_seconds for one in chosen}
             slowest = max(chosen, key=lambda one: starts[one.name])
-            is_enough = self._may_prove(f"together {names_of(chosen)}", chosen)
-            if is_enough or starts[slowest.name] < 2 * min(starts.values()):
-                break
-            reason = f"the budget did not suffice to prove it: it starts for {starts[slowest.name]:.0f} s each time"
-            self.outcome.refused.append(Refusal(slowest.name, reason))
-            chosen.remove(slowest)
+            dropped, reason = chosen[-1], "the budget did not suffice to prove it beside the others"
+            if starts[slowest.name] >= 2 * min(starts.values()):
+                dropped = slowest
+                reason = f"the budget did not suffice to prove it: it starts for {starts[slowest.name]:.0f} s each time"
+            self.outcome.refused.append(Refusal(dropped.name, reason))
+            chosen.remove(dropped)
         return chosen
 
-    def _may_prove(self, name: str, changes: Sequence[Factor]) -> bool:
+    def _may_prove(self, name: str, changes: Sequence[Factor], num_turns: int = 16) -> bool:
         start_seconds = max(self.outcome.alone[one.name].start_seconds for one in changes)
-        return self.measurer.may_prove(name, changes, start_seconds)
+        return self.measurer.may_prove(name, changes, start_seconds, num_turns)
 
     def _try_together(self, winners: list[Factor]) -> list[Factor]:
         """Return the winners without those that the others make useless; or the best alone if they do not add up."""

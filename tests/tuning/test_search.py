@@ -742,6 +742,16 @@ def test_time_is_kept_to_compare_exact_changes_over_seeds(world, tmp_path):
     assert not one.may_prove("of exact losses", [exact], 5.0)
 
 
+@pytest.mark.parametrize(("budget", "chosen"), [(60, ["channels_last"]), (600, ["channels_last", "memory"])])
+def test_the_least_effective_gives_way_where_all_together_could_not_be_proven(world, tmp_path, budget, chosen):
+    world.speed = {"channels_last": 1.3, "keep_freed_memory": 1.2}
+    outcome = run(tmp_path, budget)
+    assert names(outcome) == chosen
+    assert outcome.is_faster
+    refused = {one.name for one in outcome.refused if one.reason.endswith("to prove it beside the others")}
+    assert refused == ({"keep_freed_memory"} if budget == 60 else set())
+
+
 def tried(shares=SHARES, **facts):
     return {one.name for one in factors_for(FACTS | facts, shares) if isinstance(one, Factor)}
 
