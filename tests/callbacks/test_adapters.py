@@ -148,6 +148,7 @@ def test_only_adapters_train_and_checkpoints_hold_only_them(tmp_path, base):
         fit(module, adapters(4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "format"),
     [
@@ -179,6 +180,7 @@ def test_what_is_quantized_is_merged(tmp_path, base, uncompiled):
     assert error < 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", BASES)
 def test_averages_and_resumption(tmp_path, base):
     """Averages of what is frozen are what it is, to the bit, and a stopped run ends like one that was not."""
@@ -242,6 +244,7 @@ def fit_tokens(module, *callbacks, **options):
     return float(run.callback_metrics["val/loss"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", ["float", pytest.param("nf4", marks=pytest.mark.slow)])
 def test_recovery_after_width_is_removed(tmp_path, base):
     """One line adapts the checkpoint of a fit that has removed channels."""
@@ -256,6 +259,7 @@ def test_recovery_after_width_is_removed(tmp_path, base):
     assert fit_tokens(module, adapters, max_epochs=8) < 0.5 * before["val/loss"]
 
 
+@pytest.mark.slow
 def test_the_teacher_is_the_module_before_its_adapters(tmp_path):
     keeper, distillation = ModelCheckpoint(tmp_path, save_last=True, save_top_k=0), Distillation("initial")
     fit(Net(), LowRankAdapters(3), distillation, keeper, enable_checkpointing=True)
@@ -266,6 +270,7 @@ def test_the_teacher_is_the_module_before_its_adapters(tmp_path):
         assert all(value.equal(teacher.state_dict()[name]) for name, value in state(Net()).items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", ["float", pytest.param("nf4", marks=pytest.mark.slow)])
 def test_zeros_of_an_earlier_fit_stay(tmp_path, base):
     keeper = ModelCheckpoint(tmp_path, save_last=True, save_top_k=0)
@@ -307,6 +312,7 @@ def check_trained(rank, strategy, base, folder):
     return whole_state(module)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "base"),
     [("accel_ddp", "nf4"), ("accel_fsdp2", "float"), ("accel_fsdp2", "nf4"), ("accel_pipeline", "float"),
@@ -346,6 +352,7 @@ def check_resumed(rank, folder, base, strategy):
     assert_same_end(ended(resumed, folder / "stopped"), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "base"),
     [("accel_ddp", "nf4"),
@@ -559,6 +566,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, package):
         fit(Net(), LowRankAdapters(base="nf4"))
 
 
+@pytest.mark.slow
 def test_one_line_of_a_config(command, run_folder):
     options = "--model Classifier --data DigitsDataModule --model.optimizer=SGD --model.optimizer.lr 0.1"
     quiet = "--trainer.max_steps 2 --trainer.limit_val_batches 1 --trainer.accelerator cpu --run_report false"

@@ -65,6 +65,7 @@ def check_settings(rank):
         fit("accel_ddp", static_graph=True)
 
 
+@pytest.mark.slow
 def test_settings_reach_ddp_and_leave_the_strategy_as_it_was():
     run_ranks(check_settings)
 

@@ -95,6 +95,7 @@ def test_stops_when_it_should_and_has_the_best_weights(options, stopped, best):
     assert bool(stopper.stopping_reason_message) == (stopped < 24)
 
 
+@pytest.mark.slow
 def test_agrees_with_lightnings():
     for patience in (1, 2, 3, 4):
         for delta in (0.0, 0.3, 1.0):
@@ -510,6 +511,7 @@ def check_split(rank, folder, name, kind):
             assert value.equal(ended[key]), (epoch, key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind == "ddp" else [pytest.mark.slow]) for kind in STRATEGIES]
 )

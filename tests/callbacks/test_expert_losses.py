@@ -117,6 +117,7 @@ def test_recomputed_layers_count_once():
     torch.testing.assert_close(gates(module), gates(plain))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [True, False])
 def test_the_monitor_leaves_gates_to_it(tmp_path, first):
     """In either order, gates are updated once a step."""

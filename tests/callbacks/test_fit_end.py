@@ -79,6 +79,7 @@ def check_copies_that_fail(rank, folder):
     return run.state.finished, [text for one in told if "copied" in (text := str(one.message))], str(caught.value)
 
 
+@pytest.mark.slow
 def test_copies_and_files_that_fail_in_the_first_process(tmp_path):
     (ended, told, wrong), (other_ended, nothing, other_wrong) = run_ranks(check_copies_that_fail, tmp_path)
     reason = "TypeError: Plain cannot be copied (TypeError: cannot pickle '_thread.lock' object), which is how"

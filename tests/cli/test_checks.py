@@ -71,6 +71,7 @@ def test_sense_is_accepted(strategy):
     require_valid_values(options("optimizer", lr=10.0, betas=[0.9, 0.99], fused=True, patience=2**62))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -142,6 +143,7 @@ def test_a_schedule_longer_than_the_run_is_told(caplog, total, steps, is_told):
     assert caplog.text.count("goes through the first 6 % of its schedule alone") == 3 * is_told
 
 
+@pytest.mark.slow
 def test_no_checkpoint_is_the_best_where_the_monitored_figure_diverges(command, run_folder):
     diverges = [
         "--optimizer=SGD",

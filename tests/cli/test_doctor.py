@@ -98,6 +98,7 @@ trainer:
     sys.modules.pop("foreign_slow")
 
 
+@pytest.mark.slow
 def test_mistakes_of_a_run_are_told_as_those_of_fit(command, quick):
     done = command("doctor", "--model", "MoEClassifier", "--model.num_expert", 4)
     assert done.status == 2

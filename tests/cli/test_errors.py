@@ -311,6 +311,7 @@ def test_no_checkpoint_at_the_path(run_folder, checkpoints):
         Checkpoint.read("kept/hole.ckpt")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own")
 def test_wrong_checkpoint(command, run_folder, checkpoints):
     of_another_kind = r"a MoEClassifier, another model than OwnModule .*class_path: .*checkpoint has no layer.bias"
@@ -359,6 +360,7 @@ IN_YAML = "{class_path: planted.G}"
 GRAPHS = {"_class_path": "lightning_accel.RelationalGNN", "num_features": 1, "num_classes": 2}
 
 
+@pytest.mark.slow
 def test_checkpoint_has_nothing_imported(command, run_folder, checkpoints, monkeypatch):
     monkeypatch.syspath_prepend(run_folder)
     (run_folder / "planted.py").write_text(PLANTED)
@@ -413,6 +415,7 @@ def test_logs_stay_in_the_folder_that_is_given(command, run_folder):
     assert not list(run_folder.iterdir())
 
 
+@pytest.mark.slow
 def test_checkpoint_with_objects_is_read_on_request(command, run_folder, checkpoints):
     path = with_an_object(checkpoints, run_folder)
     arguments = ["test", *OFF, "--data=DigitsDataModule", f"--ckpt_path={path}"]

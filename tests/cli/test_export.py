@@ -76,6 +76,7 @@ def own(own):
     return own
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own")
 def test_what_fails_is_one_message_and_no_file(command, run_folder):
     result = command("export", *QUIET, "--model=own_module.Draws", *DIGITS[1:], "--output=m.pt2", "--compare=false")

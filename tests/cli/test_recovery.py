@@ -26,6 +26,7 @@ from tests.strategies.checkpoints.test_reading import (
 AUTO = ["fit", *QUIET, *OWN, "--ckpt_path=auto"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own")
 def test_begins_goes_on_and_stays_in_one_folder(command, run_folder):
     first = command(*AUTO, "--trainer.max_epochs=2")
@@ -43,6 +44,7 @@ def test_begins_goes_on_and_stays_in_one_folder(command, run_folder):
     assert [path.name for path in (run_folder / "lightning_logs").iterdir()] == ["version_0"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own")
 def test_checkpoints_in_a_store_are_written_in_the_background_and_gone_on_from(command, run_folder):
     store = f"store://{run_folder}/bucket"
@@ -99,6 +101,7 @@ def test_goes_on_with_the_newest_fit_whatever_ran_since(command, run_folder):
     assert folders("b", "*/metrics_1.csv") == folders("b", "*/config_fit.yaml") == ["version_4"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own")
 def test_begins_anew_where_only_others_ran(command, run_folder):
     assert command("test", *QUIET, *OWN).status == 0
@@ -178,6 +181,7 @@ def finished(command, own, run_folder):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [pytest.param(zeroed, marks=pytest.mark.slow), without_a_bit])
 def test_goes_on_from_the_newest_that_is_not_damaged(command, finished, how):
     last = finished / "last.ckpt"

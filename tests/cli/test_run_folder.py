@@ -73,6 +73,7 @@ def test_a_lock_ends_with_its_process(tmp_path, hold):
 FIT = ["fit", *QUIET, *OWN]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own")
 def test_a_run_in_the_folder_of_another_is_refused(command, run_folder, hold):
     logger = ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=.", "--trainer.logger.name=x"]

@@ -38,6 +38,7 @@ def test_what_to_type_next_works_as_it_is(command, run_folder):
         assert command("fit" if name == "tune" else name, *options, "--print_config").status == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own")
 def test_an_interrupted_fit_tells_how_to_go_on(command, run_folder, monkeypatch):
     monkeypatch.setattr("signal.signal", lambda *_: None)  # Lightning ignores further interrupts for good
@@ -66,6 +67,7 @@ def test_a_fit_that_is_told_to_stop_goes_on_from_what_was_saved_then(command, ru
     assert line[-1] == "my runs/x/version_0/checkpoints/signal-step=2.ckpt"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own")
 def test_it_can_be_switched_off_and_is_not_added_twice(command, run_folder):
     done = command("fit", *FIT, "--run_report=false")

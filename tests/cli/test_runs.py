@@ -36,6 +36,7 @@ def saved(path: Path) -> dict:
     return yaml.safe_load(path.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own")
 def test_somebody_elses_module_and_data_through_every_subcommand(command, run_folder):
     assert command("fit", *QUIET, *OWN, "--trainer.max_epochs=20").status == 0
@@ -116,6 +117,7 @@ def test_schedule_by_epochs_is_held_against_the_epochs_that_end(run_folder, limi
     assert trainer.global_step == (0 if not enough else 2 * 3 if total_steps == 3 else limits["max_steps"])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:A `OneCycleLR` scheduler is using:RuntimeWarning")
 @pytest.mark.parametrize(
     ("interval", "length", "longer"), [("step", 2, 4), pytest.param("epoch", 1, 2, marks=pytest.mark.slow)]
@@ -148,6 +150,7 @@ def test_resumed_run_ends_with_the_schedule_of_its_checkpoint(command, run_folde
     assert (resumed["epoch"], resumed["global_step"]) == (1, 4)
 
 
+@pytest.mark.slow
 def test_scheduler_that_watches_a_metric(command):
     plateau = ["--lr_scheduler=ReduceLROnPlateau", "--lr_scheduler.monitor=val/loss"]
     result = command(
@@ -221,6 +224,7 @@ KEEPER = "--trainer.callbacks+={class_path: ModelCheckpoint, init_args: {%s}}"
 DIVERGING = ["--trainer.max_epochs=3", "--optimizer=SGD", "--optimizer.lr=1", "--optimizer.maximize=true"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keepers",
     [
@@ -282,6 +286,7 @@ def test_the_model_is_the_config_s_and_where_it_has_none_the_checkpoint_s(comman
     assert config["model"]["init_args"]["experts"]["num_experts"] == 5
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own")
 def test_layers_built_in_setup_load_from_their_own_checkpoint(command):
     own = ["--model=own_module.BuildsInSetup", *OWN[1:]]
@@ -463,6 +468,7 @@ def test_old_names_of_arguments_work_in_configs_and_options(command):
     assert "no option 'fators'" in result.err
 
 
+@pytest.mark.slow
 def test_saved_config_with_old_flat_options_of_sequences(command, run_folder):
     """One of the options is called values, as a method of the parser's namespaces is."""
     flat = {"length": None, "test_length": None, "num_sequences": None, "target_kind": "regression", "target": "y"}
@@ -496,6 +502,7 @@ def test_null_turns_an_option_of_a_dataclass_off(command):
     assert shown["model"]["init_args"]["experts"]["z_weight"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own")
 def test_old_names_of_options_of_a_dataclass_work_in_configs_and_options(command):
     old = {"class_path": "own_module.Grouped", "init_args": {"factors": [1.0, 2.0], "size": 4, "bias": False}}

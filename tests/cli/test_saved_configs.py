@@ -31,6 +31,7 @@ def test_a_config_does_not_take_the_checkpoint_away(given):
     assert _checkpoint_last(["test", "--ckpt_path"]) == ["test", "--ckpt_path"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [["--ckpt_path=missing.ckpt"], []])
 def test_the_checkpoint_counts_in_any_order(command, table, first):
     shown = command("fit", "--model=MoEClassifier", *TABLE, table, "--print_config")

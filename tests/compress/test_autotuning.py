@@ -66,6 +66,7 @@ def test_the_faster_compilation_with_right_outputs(tune, wins):
     assert run is (made[0] if wins else plain)
 
 
+@pytest.mark.slow
 def test_only_what_templates_may_speed_up_is_compiled_twice(monkeypatch):
     plain = sleeping(1)
     assert autotuned(graph_of(nn.Identity()), X, plain, fail) is plain

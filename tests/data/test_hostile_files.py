@@ -77,6 +77,7 @@ def test_no_file_takes_more_memory_than_it_may_ask_for():
     assert {name: outcomes()[name] for name in BOMBS if outcomes()[name]} == {}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="makes pipes")
 def test_bad_files_are_refused_by_name_in_few_words():
     assert {name: outcomes()[name] for name in UNCLEAR if outcomes()[name]} == {}

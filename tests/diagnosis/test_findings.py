@@ -77,6 +77,7 @@ def clock(monkeypatch):
     use_clock(monkeypatch, examination, loader_lines, loader_times, step_parts)
 
 
+@pytest.mark.slow
 def test_a_sound_run_has_no_findings():
     class Sound(Sleeping):
         def training_step(self, batch, batch_idx):
@@ -121,6 +122,7 @@ def test_a_sound_run_has_no_findings():
     assert not slow(precision="bf16-mixed")
 
 
+@pytest.mark.slow
 def test_a_sleeping_dataset_is_a_slow_loader(clock):
     found, seen = findings(Sleeping(), rows(8, seconds=0.02))
     assert found["slow loader"].cost_ms == pytest.approx(20, rel=0.01)
@@ -183,6 +185,7 @@ def test_logging_at_each_step_costs_what_the_logger_takes(clock, every, run_fold
         assert found["frequent logging"].cost_ms == pytest.approx(30 * (1 / every - 1 / 50), rel=0.01)
 
 
+@pytest.mark.slow
 def test_items_and_prints_are_found_by_their_function(capsys):
     class Reading(Sleeping):
         def training_step(self, batch, batch_idx):
@@ -202,6 +205,7 @@ def test_items_and_prints_are_found_by_their_function(capsys):
     assert all(one.ms > 0 for one in found)
 
 
+@pytest.mark.slow
 def test_items_between_steps_are_counted_in_each_batch():
     class Reading(Rows):
         def __getitem__(self, index):
@@ -505,6 +509,7 @@ class Tokens(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lengths", "expected"),
     [

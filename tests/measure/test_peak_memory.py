@@ -22,6 +22,7 @@ def touched(size):
     return block
 
 
+@pytest.mark.slow
 def test_the_peak_is_that_since_the_beginning():
     touched(60 * MIB).close()
     held = touched(20 * MIB)
@@ -32,6 +33,7 @@ def test_the_peak_is_that_since_the_beginning():
     held.close()
 
 
+@pytest.mark.slow
 def test_children_count_with_what_they_hold_alone():
     peak = PeakMemory(torch.device("cpu"))
     before = peak.read()

@@ -24,6 +24,7 @@ class Begin(L.Callback):
         self.latest = time.perf_counter()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
 def test_planted_sleeps_are_found_in_their_parts_and_sum_to_the_whole(manual, tmp_path):
     begin = Begin()

@@ -43,6 +43,7 @@ def check_parts(profiler, count, overhead_ms=6.0):
             assert least <= 1.25 * planted + overhead_ms, (part, least, planted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
 def test_planted_sleeps_are_found_in_their_parts(manual):
     profiler = StepParts()

@@ -223,6 +223,7 @@ def check_idle_layers(rank):
     return [changed(*step) for step in pairwise(one.history)]
 
 
+@pytest.mark.slow
 def test_momentum_and_decay_leave_idle_layers_alone_under_ddp():
     for found in run_ranks(check_idle_layers):
         assert found == [{"stack.rbms.0"}, {"stack.rbms.0"}, {"stack.rbms.1"}]
@@ -284,6 +285,7 @@ def test_what_a_machine_above_another_is_trained_on(options, are_samples):
         assert inputs.equal(means)
 
 
+@pytest.mark.slow
 def test_a_second_machine_on_samples_raises_the_bound():
     """As the theorem of Hinton, Osindero and Teh says; on means it falls here."""
     pictures = bars_and_stripes(3).float()
@@ -483,6 +485,7 @@ class Keep(L.Callback):
             self.end |= {f"{number}.{name}": value for name, value in learn.state_dict().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`", "ignore:Using ModelCheckpoint with manual")
 @pytest.mark.parametrize(
     "options",
@@ -542,6 +545,7 @@ def check_ddp(rank, strategy, options):
     return whole_weights(run), [learn.state_dict() for learn in one.sampling]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "finetune"),
     [
@@ -673,6 +677,7 @@ def test_log_prob_of_validation_is_that_of_enumeration():
     assert float(run.callback_metrics["val/loss"]) == pytest.approx(-float(expected), abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("finetune", ["none", "classifier", "updown"])
 def test_a_checkpoint_loads_without_sizes(finetune, run_folder):
     one = DeepBeliefNetwork(hidden_dims=[6, 5], stages=TWO_STAGES, fine_tuning=FineTuning(finetune, epochs=1))

@@ -72,6 +72,7 @@ def test_features_are_those_of_bernoulli_rbm(bits):
     assert rbm.mean_ is None
 
 
+@pytest.mark.slow
 def test_real_values_keep_their_units():
     """The density is that of the data: scaled by 10 it falls by the log of 10 for each column that varies."""
     generator = np.random.RandomState(0)
@@ -111,6 +112,7 @@ def test_fits_repeat_and_leave_no_trace(bits, run_folder, capfd, caplog):
     assert (pickle.loads(pickle.dumps(one)).transform(bits) == one.transform(bits)).all()
 
 
+@pytest.mark.slow
 def test_gibbs_steps_keep_the_distribution(bits):
     rbm = RBMTransformer(n_components=3, n_iter=170, random_state=0).fit(bits)
     every = np.array(list(itertools.product([0.0, 1.0], repeat=4)))

@@ -190,6 +190,7 @@ def test_a_temperature_close_to_0_takes_the_likeliest_token():
     assert model.generate(tokens, 4, temperature=1e-38).equal(model.generate(tokens, 4, temperature=0))
 
 
+@pytest.mark.slow
 def test_every_figure_is_logged_and_bits_are_of_bytes(data, tmp_path):
     model = MoELanguageModel(**SMALL)
     trainer = quiet_trainer(logger=CSVLogger(tmp_path), log_every_n_steps=2, max_epochs=1)
@@ -324,6 +325,7 @@ def check_trained(rank, folder):
     return trained(folder, world_size=2, batch_size=4)
 
 
+@pytest.mark.slow
 def test_ranks_and_micro_batches_train_the_model_of_one_process(data, tmp_path):
     expected = trained(tmp_path)
     torch.testing.assert_close(trained(tmp_path, batch_size=2, micro_batches=4), expected)

@@ -30,6 +30,7 @@ def small():
     return MoEClassifier(6, 3, dim=8, experts=Experts(4, hidden_dim=8), optimizer=partial(torch.optim.AdamW, lr=0.02))
 
 
+@pytest.mark.slow
 def test_overfits_one_batch(small):
     data = DataLoader(rows(), batch_size=24)
     trainer = quiet_trainer(max_epochs=60, limit_val_batches=0)
@@ -247,6 +248,7 @@ class SmoothedMoE(MoEClassifier):
         return F.cross_entropy(logits, target, label_smoothing=0.1) + 0.1 * report.balance_loss
 
 
+@pytest.mark.slow
 def test_subclass_with_its_own_training_step_trains():
     model = SmoothedMoE(6, 3, dim=8, experts=Experts(4, hidden_dim=8), optimizer=partial(torch.optim.AdamW, lr=0.02))
     data = DataLoader(rows(), batch_size=24)
@@ -255,6 +257,7 @@ def test_subclass_with_its_own_training_step_trains():
     assert trainer.callback_metrics["val/accuracy"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "precision", ["bf16-true", *(pytest.param(one, marks=pytest.mark.slow) for one in ("bf16-mixed", "64-true"))]
 )
@@ -337,6 +340,7 @@ def check_trained(rank):
     return trained(world_size=2, batch_size=2, rank=rank)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_the_model_of_one_process():
     """Nine experts and four rows a step: experts that no row of a rank visits do not stop DDP."""
     expected = trained()

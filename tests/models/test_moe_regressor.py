@@ -64,6 +64,7 @@ def test_figures_are_those_of_the_rows_in_the_unit_of_the_target(rows):
     )
 
 
+@pytest.mark.slow
 def test_a_linear_teacher_is_learnt_from_a_table(table, run_folder):
     model, data = regressor(), quantities(table)
     trainer = quiet_trainer(max_epochs=20, callbacks=[PredictionWriter("values.csv")], default_root_dir=run_folder)
@@ -89,6 +90,7 @@ def test_a_linear_teacher_is_learnt_from_a_table(table, run_folder):
     np.testing.assert_allclose(whole["price"].iloc[written["file_row"]], written["price"])
 
 
+@pytest.mark.slow
 def test_the_error_on_diabetes_is_about_that_of_linear_regression(tmp_path):
     load_diabetes(as_frame=True, scaled=False).frame.to_csv(tmp_path / "diabetes.csv", index=False)
     data = TabularDataModule(tmp_path / "diabetes.csv", "target", target_kind="regression")

@@ -57,6 +57,7 @@ def accuracy_after(model, graphs, steps=60):
     return run.test(model, DataLoader(graphs, batch_size=4), verbose=False)[0]["test/accuracy"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("conv", "options", "learns"),
     [
@@ -185,6 +186,7 @@ def test_unknown_norms_are_refused():
         RelationalGNN(layers=ConvolutionLayers(norm="graph_norm"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("marks", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_graphs_of_a_batch_get_what_they_get_alone(marks):
     graphs = [graph(HEXAGON, nodes=7), graph(TRIANGLES), graph(torch.tensor([[0, 1, 0, 2], [1, 0, 2, 0]]), nodes=3)]
@@ -372,6 +374,7 @@ def test_of_nodes_those_of_target_index_count():
     torch.testing.assert_close(model.predict_step(data, 0)["class"], scores.argmax(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "least"),
     [
@@ -414,6 +417,7 @@ def test_predictions_tell_the_error_of_samples():
     torch.testing.assert_close(errors.square().mean(0).sqrt(), means.std(0), rtol=0.15, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_gives_the_same_scores(tmp_path):
     data = GraphDataModule(task="csl")
     model = RelationalGNN(layers=ConvolutionLayers(dim=8, num_layers=2), marking=Marking(1))
@@ -498,6 +502,7 @@ def weights_after(data, steps, *callbacks, ckpt_path=None, **options):
     return run, {name: value.clone() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.slow
 def test_a_run_with_marks_resumed_in_mid_epoch_ends_with_the_same_bits(tmp_path):
     """Which node is marked is drawn at random, after the resumption as if there had been none."""
 
@@ -663,6 +668,7 @@ def labelled_graphs(number=40):
     return found
 
 
+@pytest.mark.slow
 def test_labels_are_learned_each_by_itself_and_missing_ones_count_for_nothing():
     torch.manual_seed(0)
     data = GraphDataModule(
@@ -704,6 +710,7 @@ def test_the_area_under_the_curve_leaves_labels_of_one_value_out():
     assert metric.compute().isnan()
 
 
+@pytest.mark.slow
 def test_absolute_errors_are_minimized_and_logged():
     torch.manual_seed(0)
     graphs = [Data(torch.ones(2, 1), torch.tensor([[0], [1]]), y=torch.tensor([y])) for y in (0.0, 1.0, 50.0) * 5]
@@ -799,6 +806,7 @@ def test_labels_of_whole_numbers_may_be_missing_and_others_are_refused_in_a_batc
         model._masked_loss(batch, "train")
 
 
+@pytest.mark.slow
 def test_metrics_are_float32_where_parameters_are_bf16():
     """Sums in bf16 stop at 256."""
     graphs = [graph(TRIANGLES, 0) for _ in range(300)] + [graph(HEXAGON, 1) for _ in range(100)]

@@ -35,6 +35,7 @@ def check_trained(rank, folder, kind, tied):
     return result["logged"], plain, split
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "tied"), [(ModelParallelStrategy, False), (AtomicModelParallelStrategy, True)])
 def test_three_steps_equal_those_of_one_process(tmp_path, kind, tied):
     one = trained(tmp_path, module=model(tie_embeddings=tied), data=tokens(24), gradient_clip_val=0.5)

@@ -176,6 +176,7 @@ def exported():
     torch.export.export(nn.TransformerEncoderLayer(4, 2, 4), (torch.ones(3, 2, 4),))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec:FutureWarning")  # of torch's own code
 def test_compiled_layers_are_served(exported, replaced, compiler):
     from functorch.compile import make_boxed_func
@@ -197,6 +198,7 @@ def test_compiled_layers_are_served(exported, replaced, compiler):
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec:FutureWarning")  # of torch's own code
 def test_exported_programs_have_no_kernel(replaced):
     layer = nn.TransformerEncoderLayer(24, 4, 40, dropout=0.0, batch_first=True)

@@ -163,6 +163,7 @@ def test_operations_are_counted(native):
     assert backward.get_total_flops() == 2 * forward.get_total_flops()
 
 
+@pytest.mark.slow
 def test_gradients():
     learned, *rest = inputs([2, 0, 1], num_tokens=3, dim=2, hidden_dim=2, left_out=1)
     assert gradcheck(lambda *tensors: run(tensors, *rest, backend="blocks"), learned)
@@ -181,6 +182,7 @@ def test_op_is_registered_right():
         )
 
 
+@pytest.mark.slow
 def test_compiles_whole_and_once_for_any_split_of_the_slots():
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")

@@ -120,6 +120,7 @@ def test_forward_mode_through_a_plain_backward(straight_through):
         torch.testing.assert_close(forward_ad.unpack_dual(grad).tangent, derivative(values, straight_through, 2))
 
 
+@pytest.mark.slow
 @modes
 @pytest.mark.parametrize(
     "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.weekly])]
@@ -139,6 +140,7 @@ def test_compiles_whole(backend, straight_through):
         torch.testing.assert_close(traced.grad[kept], eager.grad[kept], equal_nan=True)
 
 
+@pytest.mark.slow
 @modes
 def test_compiles_whole_under_autocast_and_within_torch_func(straight_through):
     torch._dynamo.reset()

@@ -100,6 +100,7 @@ def test_second_derivatives_and_batched_gradients_are_those_of_the_formula(width
         assert_near([one[i] for one in batched], torch.autograd.grad(out, tensors, direction, retain_graph=True))
 
 
+@pytest.mark.slow
 def test_transforms_and_compilation_take_the_padded_formula(native):
     tensors, begins = inputs(lengths=(3, 1, 4), widths=(8, 8, 8))
     query, key, value = (one.detach() for one in tensors)

@@ -29,6 +29,7 @@ def run_of(kind, **settings):
     return made
 
 
+@pytest.mark.slow
 def test_strategies_are_compared_and_the_fastest_that_fits_comes_first():
     found = plan(run_of("experts", depth=1), "2xL4-24GB", machines=2)
     names = {option.candidate.name for option in found.options}
@@ -101,6 +102,7 @@ def test_what_does_not_fit_is_told_where_it_would(capsys):
     assert f"fsdp2, checkpointing fits on {larger}." in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_strategy_that_cannot_be_planned_says_why(capsys):
     def without_layers(**options):
         trainer, _, data = make("dense", **options)
@@ -143,6 +145,7 @@ class Normed(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_modules_as_users_write_them():
     def made(**options):
@@ -192,6 +195,7 @@ def test_pipelines_have_a_batch_for_all_stages():
     assert found.to_dict()["options"][0]["fits"]
 
 
+@pytest.mark.slow
 def test_nothing_of_the_runs_is_left():
     made = []
 

@@ -82,6 +82,7 @@ def compare(tmp_path, cells, world_size):
         assert sum(found.memory.values()) == found.peak
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path):
     compare(tmp_path, [("dense", "ddp"), ("dense", "pipeline")], 2)
 
@@ -121,6 +122,7 @@ def networks() -> list[object]:
     return [*default, *(pytest.param(name, marks=rare[: 1 + (i % 3 > 0)]) for i, name in enumerate(others))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", networks())
 def test_networks_of_others(name, tmp_path):
     model = ZOO[name]
@@ -147,6 +149,7 @@ def test_networks_of_others(name, tmp_path):
     assert simulate_step(run_mixed, Cluster(DEVICES["L4-24GB"], 2), sharded, tmp_path).peak > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("device", "precision"), [("L4-24GB", "32-true"), ("H100-80GB", "bf16-true")])
 def test_experts_take_the_kernels_of_the_gpu_that_is_planned_for(tmp_path, device, precision):
     """As many operations as by those of the CPU, in fewer products: torch's kernel on an H100, else Triton's."""
@@ -159,6 +162,7 @@ def test_experts_take_the_kernels_of_the_gpu_that_is_planned_for(tmp_path, devic
     assert len(on_gpu) == 3 * (6 + 3) + 3
 
 
+@pytest.mark.slow
 def test_the_kernels_of_experts_depend_on_the_capability_of_the_gpu(tmp_path):
     """Ours, for older GPUs, gathers rows within the product and keeps no copy of them: k = 2 of 4 * 12 tokens."""
     gpu = DEVICES["H100-80GB"]
@@ -186,6 +190,7 @@ class Latent(torch.nn.Module):
         return x + self.out(found.mean(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_with_values_of_another_width_is_fused(tmp_path, masked):
     """Weights of all pairs of 400 tokens would take 5 MB a layer in bfloat16; there is one of the operations twice."""
@@ -205,6 +210,7 @@ def test_attention_with_values_of_another_width_is_fused(tmp_path, masked):
     assert abs(equal.peak - narrow.peak) < (3 if masked else 1) * 2 * 2**20
 
 
+@pytest.mark.slow
 def test_kinds_of_memory_and_work(tmp_path):
     _, module, _ = make("dense")
     size = sum(one.numel() for one in module.parameters()) * 4
@@ -223,6 +229,7 @@ def test_kinds_of_memory_and_work(tmp_path):
     assert sharded.memory["gathered parameters"] >= 4 * 2 * 4 * dim * dim  # of a block
 
 
+@pytest.mark.slow
 def test_accumulated_batches_are_one_step(tmp_path):
     once = simulated(tmp_path, "dense", "ddp", 2)
     found = simulated(tmp_path, "dense", "ddp", 2, accumulate_grad_batches=3)
@@ -231,6 +238,7 @@ def test_accumulated_batches_are_one_step(tmp_path):
     assert found.trace.bytes_by_name()["all_reduce"] == once.trace.bytes_by_name()["all_reduce"]
 
 
+@pytest.mark.slow
 def test_optimizers_update_all_weights_at_once_on_a_gpu(tmp_path):
     on_cpu = simulated(tmp_path, "dense", "ddp", 2, dim=256, length=2)
     on_gpu = simulated(tmp_path, "dense", "ddp", 2, device=DEVICES["H100-80GB"], dim=256, length=2)
@@ -239,6 +247,7 @@ def test_optimizers_update_all_weights_at_once_on_a_gpu(tmp_path):
     assert on_cpu.memory.get("temporary", 0) < on_gpu.memory["temporary"] / 2
 
 
+@pytest.mark.slow
 def test_the_process_is_left_as_it_was(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS", "4")
     torch.manual_seed(5)
@@ -290,6 +299,7 @@ class ByHand(TokenModel):
         raise ZeroDivisionError("is not part of a step")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", [{"max_steps": -1, "max_epochs": 1}, {"fast_dev_run": True}])
 def test_an_epoch_of_one_batch_has_the_steps_of_longer_ones(tmp_path, limits):
     def run(few):
@@ -353,6 +363,7 @@ class Measured(TokenModel):
         return loss
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_logs_metrics(tmp_path):
     def run(arguments, fit):
         trainer, _, data = make("dense", **arguments)
@@ -384,6 +395,7 @@ class Copying(TokenModel):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.slow
 def test_copies_are_where_their_originals_were(tmp_path):
     def run(arguments, fit):
         trainer, _, data = make("dense", **arguments)

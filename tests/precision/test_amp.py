@@ -147,6 +147,7 @@ class NanLoss(PlainClassifier):
         return super().training_step(batch, batch_idx) * torch.nan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved_by", ["ours", "Lightning"])
 def test_scaler_resumes(tmp_path, saved_by):
     # steps are skipped in ours alone, since Lightning's moves the schedule on skipped steps

@@ -103,6 +103,7 @@ def test_mixture_of_experts_learns():
     assert accuracy == pytest.approx(accuracy[:1] * 2, abs=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_optimizer", [torch.optim.AdamW, torch.optim.SGD])
 def test_resumes_bit_for_bit(make_optimizer, tmp_path):
     def make():
@@ -229,6 +230,7 @@ def test_manual_optimization():
     torch.testing.assert_close(actual.losses, expected.losses, rtol=0, atol=0.03)
 
 
+@pytest.mark.slow
 def test_masters_are_all_that_is_kept():
     """float32 masters and Adam's two moments; nothing of the gradients in float32."""
     linear = nn.Linear(300, 200, bias=False, dtype=torch.bfloat16)

@@ -147,6 +147,7 @@ def test_logged_once_with_the_value_of_the_whole_batch(tmp_path):
     assert len(losses[0]) == 4
 
 
+@pytest.mark.slow
 def test_checkpoint_goes_on_with_either_number_of_devices(tmp_path):
     whole = fit(Plain(), 2, max_epochs=2)
     half = fit(Plain(), 2)
@@ -249,6 +250,7 @@ def classified():
     return [(torch.randn(n, 6), torch.randint(3, (n,))) for n in (7, 8, 3, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "data"), [(classifier, classified), (language_model, None)])
 def test_our_models_equal_one_device(make, data):
     """The load of the experts is that of the whole batch, which the balance loss of the next step takes."""

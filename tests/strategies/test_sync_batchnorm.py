@@ -63,6 +63,7 @@ def compare(rank, sizes, whole, synced, shape, dtype, tolerance):
     torch.testing.assert_close(synced.eval()(mine), whole.eval()(mine), **near)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes", [pytest.param((5, 3), marks=pytest.mark.slow), (4, 0), pytest.param((0, 3), marks=pytest.mark.slow)]
 )

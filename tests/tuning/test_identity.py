@@ -159,6 +159,7 @@ def test_seeds_that_a_smaller_budget_did_not_suffice_for_are_added(monkeypatch, 
     assert names(run(tmp_path, 6000.0)) == ["compile", "precision"]
 
 
+@pytest.mark.slow
 def test_tune_says_what_it_uses_again(monkeypatch, tmp_path, capsys):
     world = World(monkeypatch)
     world.start_seconds = {"compile": 20}

@@ -129,6 +129,7 @@ def test_a_turn_is_as_fast_as_its_median_sample():
     assert str(Latency(12.345, 1.0, 100.0)) == "12.3 ms (1 to 100)"
 
 
+@pytest.mark.slow
 def test_changes_hold_for_predict(command, run_folder):
     """The overlay of a latency, given to the command of its stage."""
     overlay = run_folder / "tuned.yaml"

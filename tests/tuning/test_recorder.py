@@ -4,6 +4,7 @@ import os
 import time
 
 import lightning as L
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
@@ -71,6 +72,7 @@ def fit(module, recorder):
     trainer.fit(module, DataLoader(SlowRows()))
 
 
+@pytest.mark.slow
 def test_shares_of_a_step_are_where_its_time_goes(tmp_path):
     for automatic in (True, False):
         folder = tmp_path / str(automatic)

@@ -524,6 +524,7 @@ def test_an_interrupted_search_goes_on_and_decides_alike(world, tmp_path):
     assert run(tmp_path / "parts").changes == whole.changes
 
 
+@pytest.mark.slow
 def test_an_interrupted_search_hands_back_the_best_so_far(world, tmp_path):
     world.interrupt_at = 5
     one = Search(Project("nobody:runs", {}), tmp_path, 600.0, {"of": "a test"})
@@ -756,6 +757,7 @@ def tried(shares=SHARES, **facts):
     return {one.name for one in factors_for(FACTS | facts, shares) if isinstance(one, Factor)}
 
 
+@pytest.mark.slow
 def test_factors_are_those_that_the_run_admits(monkeypatch):
     monkeypatch.setattr(factors, "has_amx", lambda: True)
     monkeypatch.setattr(factors, "why_no_onednn_matmul", lambda: "no MKL")

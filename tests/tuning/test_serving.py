@@ -145,6 +145,7 @@ def serve(folder, data, module=None, end=10**6, callbacks=(), **options):
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("data", "stage"), [(Validated(), "validate"), (Predicted(), "predict")])
 def test_single_samples_go_through_the_stage_that_has_data(tmp_path, data, stage):
     rounds = 1 + 32 + 1

@@ -111,6 +111,7 @@ def decide(base, other):
     return verdict, num_seeds
 
 
+@pytest.mark.slow
 def test_looks_together_pass_5_in_100_that_are_not_equivalent_and_most_that_are_equal():
     base = [1.0, -1.0] * 20  # whose spread is 1.01 to 1.1, by the number of seeds
     generator = torch.Generator().manual_seed(0)

@@ -212,6 +212,7 @@ def check_split_modules_are_refused(rank):
     return messages
 
 
+@pytest.mark.slow
 def test_split_modules_are_refused_before_training():
     """A copy in one process would wait for the others for ever."""
     for messages in run_ranks(check_split_modules_are_refused):
@@ -239,6 +240,7 @@ def check_copy_of_a_pipeline_is_whole(rank):
         torch.testing.assert_close(made.state_dict(), state, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_copy_of_a_pipeline_is_whole():
     run_ranks(check_copy_of_a_pipeline_is_whole)
 

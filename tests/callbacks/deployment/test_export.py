@@ -55,6 +55,7 @@ def fit(module, callbacks, folder, data=None, **options):
     return trainer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["auto", pytest.param("onnx", marks=pytest.mark.slow)])
 def test_trained_model_is_in_the_file_and_in_the_report(format, tmp_path):
     module, callback = Own(), Export(format, compare=False, class_names=["a", "b", "c"])
@@ -89,6 +90,7 @@ def test_report_has_the_model_before_channels_were_removed(tmp_path):
     assert "samples of a validation batch" in content["measured"]
 
 
+@pytest.mark.slow
 def test_export_of_a_checkpoint_says_that_it_does_not_quantize(tmp_path):
     callback = Export(compare=False)
     callback.exports_on = {TrainerFn.VALIDATING}

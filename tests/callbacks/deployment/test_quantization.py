@@ -103,6 +103,7 @@ def exact_losses(folder):
     return [loss for loss, _ in module.seen]
 
 
+@pytest.mark.slow
 def test_what_would_be_missed_at_the_end_is_missed_before_training(tmp_path, converted):
     cases = [
         (
@@ -153,6 +154,7 @@ class Chooses(Plain):
         self.net = Chosen(6, 3)
 
 
+@pytest.mark.slow
 def test_what_forms_cannot_be_made_of_is_refused_before_training(tmp_path, converted):
     for options, message in [
         ({"monitor": "val/acuracy"}, "monitors 'val/acuracy', which is not logged; did you mean 'val/accuracy'"),
@@ -170,6 +172,7 @@ def test_what_forms_cannot_be_made_of_is_refused_before_training(tmp_path, conve
         assert not module.seen
 
 
+@pytest.mark.slow
 def test_training_goes_on_as_if_nothing_had_been_converted(tmp_path, converted):
     found = []
     reported = CompressionReport(compiled=False, seconds=0.01)
@@ -220,6 +223,7 @@ def test_calibration_reads_what_the_sampler_of_training_reads(tmp_path, converte
     assert all(torch.equal(one.sort(0).values, wanted.sort(0).values) for one in found)
 
 
+@pytest.mark.slow
 def test_what_export_names_is_quantized(tmp_path, converted, monkeypatch):
     monkeypatch.setattr(Export, "_run", lambda *_: None)
     quantization = Quantization(seconds=0.01)
@@ -229,6 +233,7 @@ def test_what_export_names_is_quantized(tmp_path, converted, monkeypatch):
     assert quantization.result.deployed == "net"
 
 
+@pytest.mark.slow
 def test_names_to_exclude_are_those_of_the_module(tmp_path, converted):
     fit(Plain(), [Quantization(exclude=["net.0"])], tmp_path)
     fit(Plain(), [Quantization(exclude=["Linear"], module="net.3")], tmp_path)
@@ -236,6 +241,7 @@ def test_names_to_exclude_are_those_of_the_module(tmp_path, converted):
     assert converted.calls[1][3]["exclude"] == [""]
 
 
+@pytest.mark.slow
 def test_layers_train_for_int8_from_the_start_on(tmp_path, converted):
     """With ranges of what they see, equal losses before, and validation of what is wanted afterwards."""
     phases, losses = [], {}
@@ -274,6 +280,7 @@ def test_layers_train_for_int8_from_the_start_on(tmp_path, converted):
     assert 0.5 * high < ranges["0"][1] <= high
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed_at", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_resumed_training_is_bit_equal(tmp_path, converted, killed_at):
     class Stop(L.Callback):
@@ -308,6 +315,7 @@ def in_order(module, callbacks, folder, ckpt_path=None, **options):
     trainer.fit(module, DataLoader(ROWS, 8), DataLoader(ROWS, 16), ckpt_path=ckpt_path)
 
 
+@pytest.mark.slow
 def test_best_checkpoint_is_one_of_int8(tmp_path, converted):
     class Worse(Plain):
         def validation_step(self, batch, batch_idx):
@@ -319,6 +327,7 @@ def test_best_checkpoint_is_one_of_int8(tmp_path, converted):
     assert keeper.best_model_path.endswith("epoch=1.ckpt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("start", "first"), [(1, 6), (0.25, 3)])
 def test_the_old_start_is_an_epoch_or_a_share(tmp_path, converted, start, first):
     class Watch(L.Callback):
@@ -361,6 +370,7 @@ def ranges_of(rank, strategy, devices, folder, batch_size):
     return {name: layer.range.tolist() for name, layer in quantization._training.layers.items()}, len(found.calls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("accel_fsdp2", marks=pytest.mark.slow)])
 def test_ranges_are_those_of_one_process(tmp_path, strategy):
     one, _ = ranges_of(0, "auto", 1, tmp_path, 8)
@@ -419,6 +429,7 @@ def test_reasons_and_report_are_shown_where_nothing_is_picked(tmp_path, monkeypa
         quantization.convert(Plain().eval(), DataLoader(ROWS, 8))
 
 
+@pytest.mark.slow
 def test_what_was_picked_is_told_to_users(tmp_path, monkeypatch, caplog):
     """On the logger that the Trainer's own lines go to; others show warnings alone."""
     report = Report("quantization", "cpu")

@@ -211,6 +211,7 @@ OPTIONS_OF_RANKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS_OF_RANKS)
 def test_processes_have_the_same_weights_and_ranges(tmp_path, name):
     first, second = run_ranks(check_processes_agree, tmp_path, name)

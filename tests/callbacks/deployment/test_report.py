@@ -28,6 +28,7 @@ def fit(folder, *callbacks, model=None, data=None, **options):
     return trainer, model
 
 
+@pytest.mark.slow
 def test_channels_that_are_gone_are_reported_beside_the_model_of_the_start(tmp_path, capsys):
     seen = CompressionReport(compiled=False, seconds=0.02)
     _, model = fit(tmp_path, seen, Pruning(0.5, structure="channel", schedule="one_shot"))
@@ -50,6 +51,7 @@ def test_channels_that_are_gone_are_reported_beside_the_model_of_the_start(tmp_p
     assert (tmp_path / "figures/compression.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_zeros_are_counted_and_shapes_are_the_same(tmp_path):
     seen = CompressionReport(compiled=False, seconds=0.02)
     fit(tmp_path, seen, Pruning(0.5, schedule="one_shot", scope="layer"))
@@ -152,6 +154,7 @@ def check_one_process_reports(rank, folder):
     return None if seen.report is None else seen.report.rows[0].parameters
 
 
+@pytest.mark.slow
 def test_one_process_reports_what_is_split(tmp_path):
     assert run_ranks(check_one_process_reports, tmp_path) == [65 * 12 + 13 * 10, None]
 
@@ -184,6 +187,7 @@ def check_a_failure_ends_no_run(rank, folder):
     return [str(one.message) for one in caught if "CompressionReport" in str(one.message)]
 
 
+@pytest.mark.slow
 def test_a_failure_ends_no_run(tmp_path):
     found = run_ranks(check_a_failure_ends_no_run, tmp_path)
     assert found == [["CompressionReport failed: OSError: no more"], []]

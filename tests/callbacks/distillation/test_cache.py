@@ -95,6 +95,7 @@ def weights(**options):
     return module.state_dict(), teacher.calls, trainer
 
 
+@pytest.mark.slow
 def test_runs_once_and_trains_the_same(tmp_path):
     plain, calls, _ = weights()
     assert len(calls) == 9

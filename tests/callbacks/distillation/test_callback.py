@@ -672,6 +672,7 @@ def check_split(rank, name, strategy, folder):
         torch.testing.assert_close(resumed, split, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("accel_fsdp2", marks=pytest.mark.slow)])
 def test_processes_train_as_one(tmp_path, strategy):
     run_ranks(check_split, "plain", strategy, tmp_path)

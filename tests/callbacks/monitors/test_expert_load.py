@@ -65,6 +65,7 @@ def empty_pictures(monkeypatch):
     monkeypatch.setattr("lightning_accel.callbacks.monitors.expert_load.draw_load", lambda *_: Figure())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("empty_pictures")
 def test_counts_are_those_of_training_once(tmp_path):
     module, callback = Foreign(), ExpertLoadMonitor()
@@ -78,6 +79,7 @@ def test_counts_are_those_of_training_once(tmp_path):
     assert not module.first._forward_hooks
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("empty_pictures")
 def test_micro_batches_move_the_gates_as_one_batch_does(tmp_path):
     results = []
@@ -90,6 +92,7 @@ def test_micro_batches_move_the_gates_as_one_batch_does(tmp_path):
     assert results[0]["first.gate.bias_steps"].any()
 
 
+@pytest.mark.slow
 def test_picture_lies_in_the_run_folder_and_in_tensorboard(tmp_path):
     logger = TensorBoardLogger(tmp_path)
     drawn = []
@@ -254,6 +257,7 @@ def test_a_backward_pass_that_failed_leaves_no_trace_in_the_next_fit(tmp_path):
     assert module.first.gate.expert_slots.sum() == 4 * 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("empty_pictures")
 def test_another_fit_starts_anew(tmp_path):
     callback = ExpertLoadMonitor()

@@ -97,6 +97,7 @@ def empty_pictures(monkeypatch):
     monkeypatch.setattr("lightning_accel.callbacks.monitors.rbm.draw_rbm", lambda *_: Figure())
 
 
+@pytest.mark.slow
 def test_picture_lies_in_the_run_folder_and_in_tensorboard(tmp_path):
     logger = TensorBoardLogger(tmp_path)
     drawn = []

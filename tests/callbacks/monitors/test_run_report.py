@@ -84,6 +84,7 @@ def test_a_fit_ends_with_table_picture_and_json(tmp_path, capsys, monkeypatch):
     assert isinstance(trainer.profiler, PassThroughProfiler)
 
 
+@pytest.mark.slow
 def test_another_fit_of_the_trainer_counts_anew_and_overwrites_nothing(tmp_path):
     report = RunReport()
     trainer = made(tmp_path, report, max_epochs=1)

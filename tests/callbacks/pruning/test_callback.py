@@ -517,6 +517,7 @@ def test_mixture_and_plain_module_with_blocks():
         assert pruning.sparsity() == pytest.approx(0.6, abs=0.01)
 
 
+@pytest.mark.slow
 def test_a_compiled_module_has_the_masks_of_the_module():
     """Also of averages, of steps over several batches, in bfloat16."""
     options = {"precision": "bf16-mixed", "accumulate_grad_batches": 2, "max_epochs": 6}

@@ -179,6 +179,7 @@ def test_channels_stay_at_zero_from_one_pruning_to_the_next():
     assert weights[-1] == 5
 
 
+@pytest.mark.slow
 def test_batch_norms_learn_after_the_removal():
     """Modules that are left in evaluation mode would keep the statistics of before."""
     module, short = Own(), Own()
@@ -273,6 +274,7 @@ OURS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 @pytest.mark.parametrize("name", OURS)
 def test_our_modules(name):
@@ -332,6 +334,7 @@ def test_processes_that_hand_nothing_back_are_refused():
         fit(Own(), strategy="ddp_spawn")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*no `validation_step`:UserWarning")
 def test_what_cannot_work_is_refused():
     with pytest.raises(ValueError, match=r"has no channels that can be removed: net.0.weight: excluded"):
@@ -374,6 +377,7 @@ def test_chains_of_a_belief_network_start_anew_where_its_units_are_removed():
     assert model.head.in_features == 4
 
 
+@pytest.mark.slow
 def test_width_of_a_residual_stream(tmp_path):
     """Halving a Llama's channels leaves a third of it, its residual stream a half as wide; the checkpoint has all."""
     pytest.importorskip("transformers")

@@ -158,6 +158,7 @@ def check_random_masks(rank):
     return found
 
 
+@pytest.mark.slow
 def test_random_masks_are_equal_over_processes():
     first, second = run_ranks(check_random_masks)
     assert not first[0].equal(second[0])
@@ -176,6 +177,7 @@ def check_split_parameters(rank):
     return failed, pruning.sparsity()
 
 
+@pytest.mark.slow
 def test_split_parameters_are_pruned():
     for failed, sparsity in run_ranks(check_split_parameters):
         assert failed

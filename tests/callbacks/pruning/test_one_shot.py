@@ -164,6 +164,7 @@ def check_pruned_weights(rank, name, strategy):
     return pruned_weights(name, 2, strategy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [("plain", "accel_fsdp2"), ("plain", "accel_pipeline"), ("classifier", "accel_expert_parallel"),

@@ -61,6 +61,7 @@ def check_first_masks(rank, strategy):
     return [first_masks(options, strategy=strategy, devices=2) for options in KINDS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "accel_fsdp2"])
 def test_masks_are_those_of_one_process(strategy):
     """Many weights tie: which of them go must not depend on who holds them."""
@@ -116,6 +117,7 @@ def check_zeros_in_every_part(rank, name, strategy):
     return masks, pruning.sparsity()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [pytest.param("plain", "accel_pipeline", marks=pytest.mark.slow), ("classifier", "accel_expert_parallel"),

@@ -164,6 +164,7 @@ def test_channels_are_scored_by_what_they_bring():
     assert scores["0"].argsort().tolist() != plain["0"].argsort().tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [1, -1], ids=["monitored first", "monitored last"])
 def test_the_load_of_what_is_left_is_counted(tmp_path, order):
     monitor, losses = ExpertLoadMonitor(str(tmp_path / "load.png")), ExpertLosses()

@@ -95,6 +95,7 @@ def test_masks_are_kept_as_bits(tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_another_number_of_epochs_does_not_move_a_ramp_that_runs(tmp_path):
     options = {"sparsity": 0.8, "begin": 0.0, "end": 0.5, "every_n_steps": 1}
     saved = SaveAt(tmp_path, [5])
@@ -164,6 +165,7 @@ def check_resumed(rank, folder, name, kinds, steps):
             assert_same(go(resume=place / f"{step}.ckpt"), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kinds", "steps"),
     [("accel_fsdp2", ["rigl"], [9]),
@@ -190,6 +192,7 @@ def check_saved_elsewhere(rank, folder, kind):
     return pruning.masks()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cubic", pytest.param("cubic rigl", marks=pytest.mark.slow)])
 def test_checkpoints_serve_one_process_and_fsdp2(tmp_path, kind):
     run(kind, tmp_path / "one", [4], max_epochs=6)

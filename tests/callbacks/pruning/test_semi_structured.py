@@ -187,6 +187,7 @@ def test_a_callback_starts_anew_with_another_module(kernel):
     assert model.losses == expected.losses
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_layers_are_plain_after_an_error_and_the_checkpoint_goes_on(kernel, tmp_path):
     class Stops(Net):
@@ -312,6 +313,7 @@ def keep_in_tiles(weight):
     return kept
 
 
+@pytest.mark.slow
 def test_kernels_are_tried_on_a_small_weight(monkeypatch):
     class Linear(torch.autograd.Function):
         @staticmethod

@@ -190,6 +190,7 @@ MOMENTS = ["step 1", "step 3", "validation 3", "step 6", "validation 6", "epoch 
 EPOCHS, STEPS = {"max_epochs": 3}, {"max_steps": 17}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "limit"),
     [(Noisy, EPOCHS), (CountsItsSteps, STEPS),
@@ -202,6 +203,7 @@ def test_every_moment_of_saving(tmp_path, module, limit):
         assert_goes_on(resumed, whole, moment)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loader", "module"),
     [pytest.param(loader, module, id=f"{name}-{module.__name__}",
@@ -225,6 +227,7 @@ def test_accumulated_gradients_and_a_second_stop(tmp_path):
     assert_goes_on(fit(tmp_path, resume=tmp_path / "step 5.ckpt", **options), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "module"),
     [("shuffled", CountsItsSteps), ("one with a state of its own", Noisy),
@@ -346,6 +349,7 @@ def check_noise(rank, folder, strategy):
     return [fit(folder / str(again), max_epochs=1, devices=2, strategy=strategy()).draws for again in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "is_shared"), [(DDPStrategy, False), (PipelineStrategy, True)])
 def test_processes_on_different_rows_draw_different_numbers(tmp_path, strategy, is_shared):
     (first, first_again), (second, second_again) = run_ranks(check_noise, tmp_path, strategy)

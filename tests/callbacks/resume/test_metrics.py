@@ -152,6 +152,7 @@ PAIRS = [
 CASES = [(*way, moment) for way in WAYS for moment in MOMENTS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheduler", "accumulated", "moment"),
     [pytest.param(*case, marks=[] if case in PAIRS else [pytest.mark.slow, pytest.mark.weekly]) for case in CASES],
@@ -168,6 +169,7 @@ def average_weights():
     return [StochasticWeightAveraging(0.1, swa_epoch_start=2, annealing_epochs=5, annealing_strategy="linear")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [pytest.param(change_accumulation, marks=pytest.mark.slow), average_weights])
 def test_callbacks_that_are_set_up_at_the_start_of_an_epoch(tmp_path, more):
     moments = [MOMENTS["within an epoch"](), {"stop": [StopAt("on_train_batch_start", 6)]}]  # of epochs 1 and 2
@@ -192,6 +194,7 @@ def test_the_epoch_of_batch_norms_is_not_entered_in_its_midst(tmp_path):
         run(tmp_path / "middle.ckpt")
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_again_and_again(tmp_path):
     moments = [{"disk": StopAfterWriting(3)}, {"disk": StopAfterWriting(2)}, MOMENTS["within an epoch"]()]
     check(tmp_path, *moments, scheduler="plateau train")
@@ -218,6 +221,7 @@ def test_a_kill_after_any_checkpoint(tmp_path, options):
         check(folder, {"disk": StopAfterWriting(number)}, whole=whole, **options)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_before_it_writes_its_last_file(tmp_path):
     """What is left is no validation, so that the counters of the last one stay, whatever the sanity check counts."""
     written = StopAfterWriting()

@@ -252,6 +252,7 @@ def check_ranks_skip(rank, kind):
     return [(one.step, one.text) for one in watchdog.findings]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_all_ranks_skip_what_is_not_finite_in_one(kind):
     bad, other = run_ranks(check_ranks_skip, kind)

@@ -63,6 +63,7 @@ def test_growth_that_pauses_or_is_small_is_not_said(resident):
     assert not any(told(growth, resident, [1000] * 7 + [1010, 1020, 1030, 1040, 1050, 1060]))
 
 
+@pytest.mark.slow
 def test_it_is_said_again_after_twice_as_much(resident):
     growth = MemoryGrowth(torch.device("cpu"), {}, period=0.0)
     sizes = [1000] * 7 + [1000 + 20 * number for number in range(1, 25)]
@@ -76,6 +77,7 @@ def test_looks_are_20_steps_apart(resident):
     assert len(resident) == 30 - 7
 
 
+@pytest.mark.slow
 def test_lists_and_graphs_that_a_module_keeps_are_named(resident, monkeypatch):
     monkeypatch.setattr("lightning_accel.callbacks.watchdog.callback._PERIOD", 0.0)
     resident[:] = [(1000 + 20 * number) * MIB for number in range(20)]

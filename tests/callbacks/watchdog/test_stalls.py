@@ -75,6 +75,7 @@ def monitor_log():
     log.handlers[:] = before
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
 @pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_names_the_loader_and_the_worker(workers, monitor_log):
@@ -121,6 +122,7 @@ def check_stopped_rank(rank, folder, stopped):
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stopped", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_names_the_process_that_is_stopped(tmp_path, stopped):
     told = run_ranks(check_stopped_rank, tmp_path, stopped)[1 - stopped]

@@ -4,6 +4,7 @@ import json
 import time
 
 import lightning as L
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -67,6 +68,7 @@ def check_slow_rank(rank, slow):
     return [(one.kind, one.text) for one in found_with(0.004 if rank == slow else 0.0, devices=2, strategy="ddp")]
 
 
+@pytest.mark.slow
 def test_the_process_that_falls_behind_is_named_with_its_part():
     (first, *_), other = run_ranks(check_slow_rank, 1)
     assert first[0] == "slow rank"

@@ -272,6 +272,7 @@ def test_layers_know_their_sizes():
     assert rnn.recurrent.weight_ih_l0.shape == (16, 3)
 
 
+@pytest.mark.slow
 def test_resnet_18_at_half_the_channels():
     """Multiplications of the layers in closed form, and what Torch-Pruning counts beside them."""
     module = ResNet18()

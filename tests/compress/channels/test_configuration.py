@@ -194,6 +194,7 @@ def test_blocks_and_experts(tmp_path):
     assert_read_back(module.model, batch, tmp_path)
 
 
+@pytest.mark.slow
 def test_what_no_configuration_describes_leaves_it_as_it_is():
     module, _ = narrowed("gpt2", exact=True)
     before = copy.deepcopy(module.model.config.to_dict())

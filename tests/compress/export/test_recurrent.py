@@ -60,6 +60,7 @@ class TestFiles:
             args, _ = module.call(rows, steps, len(calls[0][0]))
             assert_same(loaded(*args), module(*args), rtol=1e-4, atol=1e-5)
 
+    @pytest.mark.slow
     def test_programs_take_other_rows_and_steps(self, cell, tmp_path):
         module = Steps(cell).eval()
         self.check(module, [module.call(6, 6), module.call(7, 5)], tmp_path / "m.pt2", "pt2")

@@ -57,6 +57,7 @@ def structured_call(rows, steps):
     return (batch, {"added": torch.randn(rows, 2), "factor": 2.0}), {"shift": torch.randn(rows, 1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("format", "name"), FORMATS)
 def test_file_gives_what_the_module_gives_for_any_number_of_rows(format, name, tmp_path):
     module = Structured().train()
@@ -144,6 +145,7 @@ def test_what_comes_before_and_after_is_in_a_quantized_onnx_file(before, after, 
     assert not torch.equal(found.logits, module(batch, *args, **kwargs).logits)  # it is the int8 one that was written
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("largest", [127, 255])
 @pytest.mark.parametrize("vnni", [False, True])
 def test_int8_programs_are_compiled_where_their_products_do_not_overflow(
@@ -164,6 +166,7 @@ def test_int8_programs_are_compiled_where_their_products_do_not_overflow(
     assert bool(compiled) == (not overflows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [pt2e.torchao_dynamic, pytest.param(pt2e.torchao_weight_only, marks=pytest.mark.slow)])
 def test_weights_of_torchao_are_plain_tensors_in_a_file(make, tmp_path, uncompiled):
     module, x = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 3)).eval(), torch.randn(5, 6)
@@ -201,6 +204,7 @@ def test_int8_programs_are_compiled_for_all_sizes_or_for_each(
     assert len(made) == compilations
 
 
+@pytest.mark.slow
 def test_a_quantized_file_may_be_off_by_what_rounding_is_off(tmp_path):
     x = torch.randn(5, 3)
     low, module, high = (nn.Linear(3, 4) for _ in range(3))
@@ -263,6 +267,7 @@ def test_a_file_that_gives_something_else_is_not_kept(format, name, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_file_for_the_traced_rows_alone_is_refused(tmp_path):
     with pytest.raises(ExportError, match=r"RowsFixed cannot be exported as pt2: .*takes only the size 4"):
         export(RowsFixed(), [((torch.randn(4, 5),), {})], tmp_path / "m.pt2")
@@ -290,6 +295,7 @@ def test_unrolled_loops_and_values_are_refused_with_a_way_out(tmp_path):
         export(graphs.eval(), [call], tmp_path / "m.pt2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("format", "name"), FORMATS)
 def test_a_number_of_rows_that_a_call_makes_plain_stays_free(format, name, tmp_path):
     class Ranks(nn.Module):
@@ -301,6 +307,7 @@ def test_a_number_of_rows_that_a_call_makes_plain_stays_free(format, name, tmp_p
     torch.testing.assert_close(load_compressed(written.path)(x), Ranks()(x))
 
 
+@pytest.mark.slow
 def test_dynamic_sizes_have_names(tmp_path):
     class Twice(nn.Module):
         def forward(self, x, other):
@@ -369,6 +376,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["pt2", pytest.param("onnx", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "which",

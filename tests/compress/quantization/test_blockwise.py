@@ -161,6 +161,7 @@ class Net(nn.Module):
         return self.second(hidden), self.head(hidden)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "bits"), [(onnx_int4, 4), (onnx_int8, 8)])
 def test_files_compute_what_the_integers_stand_for(make, bits, monkeypatch):
     pytest.importorskip("onnxruntime")
@@ -252,6 +253,7 @@ def experts_of_transformers(name):
     return CachedDecoder(kind(config), 20).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -316,6 +318,7 @@ class Branching(Tied):
         return super().forward(tokens) * (2 if tokens.shape[1] > 6 else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_texts", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_texts_of_one_length_make_a_form_for_others(num_texts):
     pytest.importorskip("onnxruntime")
@@ -326,6 +329,7 @@ def test_texts_of_one_length_make_a_form_for_others(num_texts):
         torch.testing.assert_close(form.run(tokens), module(tokens), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [OfTenTokens, pytest.param(Branching, marks=pytest.mark.slow)])
 def test_modules_of_one_length_keep_their_rows_free(kind):
     pytest.importorskip("onnxruntime")

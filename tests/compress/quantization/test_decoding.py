@@ -66,6 +66,7 @@ def tokens(batch=2, length=5):
     return torch.arange(batch * length).view(batch, length) * 7 % 24
 
 
+@pytest.mark.slow
 def test_forms_are_picked_by_next_tokens_and_the_faster_one_at_prompts_is_noted(makers):
     decoder, measured = decoder_of(), []
 
@@ -105,6 +106,7 @@ def test_forms_are_picked_by_next_tokens_and_the_faster_one_at_prompts_is_noted(
     assert "memory not measured: TimeoutError: planted" in rows[FAST].note
 
 
+@pytest.mark.slow
 def test_forms_of_the_model_are_freed_before_those_of_its_decoder_are_made(makers, monkeypatch):
     class Run:
         """Refers to itself, as compiled graphs do."""

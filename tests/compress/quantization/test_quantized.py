@@ -109,6 +109,7 @@ def trained_for_int8(module, x):
     return expected, {name: tuple(layer.range.tolist()) for name, layer in attached.items()}
 
 
+@pytest.mark.slow
 def test_static_form_is_what_was_trained_for(uncompiled):
     """Number by number, though the batch norm is folded into the convolution; and zeros are zeros."""
     x = torch.randn(9, 2, 6, 6) + 0.5
@@ -148,6 +149,7 @@ def test_residual_blocks_with_one_relu_in_place(uncompiled):
     assert any(scale == pytest.approx(18 / 255) or scale == pytest.approx(18 / 127) for scale in scales)
 
 
+@pytest.mark.slow
 def test_a_call_by_names_alone_runs_with_any_number_of_rows(uncompiled):
     module = TakesBatch().eval()
     call = {"x": torch.randn(8, 3), "mask": torch.arange(8.0)}
@@ -239,6 +241,7 @@ def test_onnx_runs_structures_of_any_number_of_rows():
     assert list(skipped.left_float) == ["head"]
 
 
+@pytest.mark.slow
 def test_dynamic_form_rounds_by_the_range_of_each_call(uncompiled):
     module = nn.Sequential(nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 4)).eval()
     x = torch.randn(8, 7)
@@ -248,6 +251,7 @@ def test_dynamic_form_rounds_by_the_range_of_each_call(uncompiled):
         torch.testing.assert_close(form.run(factor * x), wanted, rtol=0, atol=0.05 * wanted.abs().max().item())
 
 
+@pytest.mark.slow
 def test_bfloat16_takes_and_returns_floats(uncompiled):
     module = network()
     x = torch.randn(9, 2, 6, 6)

@@ -57,6 +57,7 @@ def test_draws_are_of_so_many_neighbours_without_replacement(hops):
         assert kept == {(a, b) for a, b in adjacent if a in found and b in found}
 
 
+@pytest.mark.slow
 def test_draws_are_uniform_and_repeat():
     graph = graph_of()
     counts = torch.zeros(60)

@@ -47,6 +47,7 @@ def test_a_budget_is_used():
     assert len(GraphBudgetBatchSampler(skewed, max_nodes=1000)) <= 6  # not 401, nor 100: the large one comes alone
 
 
+@pytest.mark.slow
 def test_graphs_of_one_size_meet_by_lot_alone():
     """As often as in batches drawn uniformly: of 12 graphs in batches of 4, two meet in 3 of 11 epochs."""
     sampler = GraphBudgetBatchSampler([7] * 12, max_nodes=28)

@@ -65,6 +65,7 @@ def data_of(folder, layout=None, **options):
     return data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "edge_attr", "x", "lines"),
     [
@@ -149,6 +150,7 @@ def test_batches_hold_what_one_file_gives(tmp_path, target, edge_attr, x, lines)
         np.testing.assert_allclose(data.target_mean, numbers.reshape(len(numbers), -1).mean(axis=0))
 
 
+@pytest.mark.slow
 def test_a_module_trains_on_each_graph_once(tmp_path):
     data = data_of(folder_of(tmp_path / "rows", rows_of()))
     options = {"num_relations": data.num_relations, "layers": {"dim": 4, "num_layers": 1}}

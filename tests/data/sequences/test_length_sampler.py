@@ -367,6 +367,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "exact" else [pytest.mark.slow]) for name in CASES]
 )

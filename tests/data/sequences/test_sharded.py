@@ -167,6 +167,7 @@ def lengths_of(data, replicas, rank, epoch=0, state=None, steps=None):
     return found, loader.state_dict()
 
 
+@pytest.mark.slow
 def test_sorted_steps_are_the_same_on_any_number_of_processes_and_resume(tmp_path):
     data = data_of(folder_of(tmp_path / "rows", rows_of(900)))
     whole, _ = lengths_of(data, 1, 0, epoch=1)
@@ -182,6 +183,7 @@ def test_sorted_steps_are_the_same_on_any_number_of_processes_and_resume(tmp_pat
     assert rest == whole[17:]
 
 
+@pytest.mark.slow
 def test_the_sequences_that_are_dropped_are_not_the_longest(tmp_path):
     """Eleven of them are dropped in each epoch, others in each; lengths are uniform up to 39."""
     data = data_of(folder_of(tmp_path / "rows", rows_of(410)))
@@ -216,6 +218,7 @@ def test_batches_of_empty_sequences_are_taken(tmp_path, kind):
     assert all(batch.x.shape[1] == max(1, int(batch.lengths.max())) for batch in batches)
 
 
+@pytest.mark.slow
 def test_sorting_saves_padding(tmp_path):
     """Half of the steps of batches in random order are padding, an eighth of those of sorted ones."""
     rows = [

@@ -53,6 +53,7 @@ def test_processes_that_divide_the_streams_read_no_block_twice_but_where_streams
     assert sum(map(len, blocks)) <= 48 + 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("streams", "size"), [(24, 64), (8, 64), (48, 16)])
 def test_means_of_batches_of_sorted_files_are_as_near_as_the_docstring_says(streams, size):
     """The variance of a batch's mean is at most (1 / n + 1 / S) times that of a row, over batches and seeds."""

@@ -88,6 +88,7 @@ def row_numbers(data):
     return np.split(torch.cat(parts).argsort().argsort().numpy(), [42, 51])
 
 
+@pytest.mark.slow
 def test_only_training_rows_move_the_normalisation(make, table):
     """A value changed in a row of validation or test changes that one number, in a training row every row."""
     table = table.assign(width=np.arange(60.0))
@@ -251,6 +252,7 @@ def warnings_of(make, frame, **options):
     return [str(one.message) for one in caught]
 
 
+@pytest.mark.slow
 def test_columns_that_mean_something_else_are_told(make, table):
     assert warnings_of(make, table) == []
     odd = table.assign(
@@ -273,6 +275,7 @@ def warnings_of_dates(make, table, **options):
     return [one for one in warnings_of(make, table, **options) if "texts that are dates" in one]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:column 'day' of .* no training row")
 @pytest.mark.parametrize("form", ["%Y-%m-%d", "%d.%m.%Y %H:%M", "%m/%d/%Y", "%Y/%m/%d %H:%M", "%Y-%m-%dT%H:%M:%S.000Z"])
 def test_repeated_dates_are_told(make, table, form):
@@ -293,6 +296,7 @@ def test_codes_versions_and_few_dates_are_no_dates(make, table, form):
     assert warnings_of_dates(make, table.assign(code=codes)) == []
 
 
+@pytest.mark.slow
 def test_copies_of_training_rows_are_told_once_with_their_share(make, table):
     unique = table.assign(width=np.random.default_rng(0).normal(size=60).round(3))
     (copies,) = warnings_of(make, pd.concat([unique] * 3))
@@ -301,6 +305,7 @@ def test_copies_of_training_rows_are_told_once_with_their_share(make, table):
     assert warnings_of(make, pd.concat([unique, unique.head(4)])) == []
 
 
+@pytest.mark.slow
 def test_equal_rows_of_few_values_are_no_copies(make, table):
     assert warnings_of(make, pd.concat([table[["wet", "colour", "kind"]]] * 9), exclude=[]) == []
     grid = pd.DataFrame({"x": np.arange(900) % 30, "y": np.arange(900) // 30 % 3}).assign(
@@ -313,6 +318,7 @@ def warnings_of_answers(make, table, **options):
     return [one for one in warnings_of(make, table, **options) if "tell the target" in one]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "copy", [{"oak": 3, "ash": 1, "elm": 2}, {"oak": "Quercus", "ash": "Fraxinus", "elm": "Ulmus"}]
 )
@@ -494,6 +500,7 @@ def test_all_columns_that_are_no_features_are_told_at_once(make, table):
     assert message.endswith("""To leave out all 4: --data.exclude '["wet", "key", "signup", "paid"]'""")
 
 
+@pytest.mark.slow
 def test_checkpoint_keeps_what_was_fitted(make, table):
     state = make().state_dict()
     make().load_state_dict(state)
@@ -507,6 +514,7 @@ def test_checkpoint_keeps_what_was_fitted(make, table):
             other.load_state_dict(state)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:column 'colour' of .* holds blue")
 def test_only_rows_of_the_test_split_may_change_after_a_checkpoint(make, table):
     table = table.assign(width=np.arange(60.0))
@@ -687,6 +695,7 @@ def test_groups_that_cannot_split_are_refused(make, table, garden, options, mess
         make(table.assign(garden=garden), **{"group": "garden", "seed": 2, **options})
 
 
+@pytest.mark.slow
 def test_rows_of_persons_are_told_unless_they_are_grouped(make, table):
     many = pd.concat([table] * 3, ignore_index=True)
     frame = many.assign(width=np.random.default_rng(3).normal(size=180))
@@ -706,6 +715,7 @@ def test_classes_of_few_rows_are_told(make, table):
     assert ": elm (5). The test has" in told
 
 
+@pytest.mark.slow
 def test_points_beside_decimal_commas_are_refused(make):
     rows = "".join(f"{at},5;1.{at + 100};{'oak' if at % 2 else 'ash'}\n{at},2;899;oak\n" for at in range(12))
     options = {"exclude": [], "csv": CSVFormat(decimal=",")}

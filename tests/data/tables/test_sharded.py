@@ -183,6 +183,7 @@ def test_texts_that_are_numbers_or_keys_are_refused_as_in_one_file(tmp_path, flo
     data_of(folder, categorical=["odd", "zone"]).setup()
 
 
+@pytest.mark.slow
 def test_a_module_trains_and_a_checkpoint_of_another_split_is_refused(tmp_path, flowers):
     folder = folder_of(tmp_path / "rows", flowers)
     trainer = L.Trainer(

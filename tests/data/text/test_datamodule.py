@@ -228,6 +228,7 @@ class Lengths:
 """
 
 
+@pytest.mark.slow
 def test_a_tokenizer_of_ones_own_is_named_in_a_config(command, run_folder):
     (run_folder / "own_tokenizer.py").write_text(OWN_TOKENIZER)
     (run_folder / "text.txt").write_text("a bb ccc " * 300)

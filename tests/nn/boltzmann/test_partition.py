@@ -83,6 +83,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scale", "num_chains", "num_temperatures"), [(0.5, 20, 20), pytest.param(3.0, 50, 50, marks=pytest.mark.slow)]
 )

@@ -152,6 +152,7 @@ def test_bound_is_short_of_the_log_probability_by_the_divergence(untied, labels)
     assert (exact < (every.logsumexp(dim=1) if labels is None else every[torch.arange(4), labels])).all()
 
 
+@pytest.mark.slow
 def test_bound_of_three_layers():
     stack = make_stack(5, 3, 4, 2)
     visible = all_states(5)
@@ -464,6 +465,7 @@ def test_untied_weights_are_restored():
     close(stack.transform(all_states(5)), RBMStack(stack.layers).transform(all_states(5)))
 
 
+@pytest.mark.slow
 def test_bfloat16_regions_keep_likelihoods():
     stack = make_stack(5, 4, 3, num_labels=2).float()
     visible = all_states(5).float()

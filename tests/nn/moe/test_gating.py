@@ -135,6 +135,7 @@ def test_bias_moves_against_the_load_and_evens_it():
     assert gate.weight.grad is None
 
 
+@pytest.mark.slow
 def test_gate_that_nobody_tells_its_load_says_so_once():
     gate, x = TopKGate(dim=2, num_experts=3, bias_update_rate=0.1), torch.randn(1, 2)
     for _ in range(999):

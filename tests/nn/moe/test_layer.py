@@ -257,6 +257,7 @@ def test_what_cannot_be_upcycled_is_refused():
         MixtureOfExperts.from_dense(tanh, num_experts=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "gate",
     [

@@ -437,6 +437,7 @@ def test_dropout_stands_between_layers_in_training():
     assert not DynamicRNN.from_torch(nn.GRU(INPUT, HIDDEN).eval()).training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", [*(pytest.param(cell, marks=pytest.mark.slow) for cell in ("gru", "lstm")), "mingru"])
 def test_compiled_it_trains_as_it_is(cell):
     rnn, x, lengths = make(cell, bidirectional=True), ragged([4, 2, 0]), torch.tensor([4, 2, 0])

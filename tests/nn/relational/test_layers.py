@@ -548,6 +548,7 @@ def test_compiles_with_dynamic_shapes(typed):
     torch.testing.assert_close(whole(x, edge_index, attr), conv(x, edge_index, attr))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [lambda: RO3Conv(2, 3), pytest.param(lambda: RO3Pooling(2, 3), marks=pytest.mark.slow)],

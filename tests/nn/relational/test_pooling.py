@@ -175,6 +175,7 @@ def test_each_tuple_is_drawn_as_often(kind, marks):
         assert abs(statistic - freedom) < 4 * math.sqrt(2 * freedom), (statistic, freedom)
 
 
+@pytest.mark.slow
 def test_graphs_of_a_batch_draw_independently():
     """Pairs of tuples of two graphs: all combinations alike."""
     edge_index = as_tensors(nx.path_graph(3))[1]
@@ -188,6 +189,7 @@ def test_graphs_of_a_batch_draw_independently():
     assert abs(statistic - 15) < 4 * math.sqrt(30)
 
 
+@pytest.mark.slow
 def test_samples_are_different_and_every_set_is_as_likely():
     ptr = torch.tensor([0, 4, 6])
     space = find_tuples("nodes", 1, ptr, ptr[:0], ptr[:0])
@@ -245,6 +247,7 @@ def test_errors_do_not_depend_on_chunks(level):
     assert expected.standard_error.any()
 
 
+@pytest.mark.slow
 def test_one_draw_a_step_is_unbiased():
     """Training: the mean of many steps, against the exact one."""
     pooling = pooling_of("two_paths")

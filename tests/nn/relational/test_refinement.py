@@ -81,6 +81,7 @@ def by_hand(data, num_layers, triples, marks, tuples):
     return tuple(sorted(copies))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_layers", "triples", "marks", "tuples", "with_types"),
     [
@@ -169,6 +170,7 @@ def test_networks_of_random_weights_tell_apart_what_has_different_numbers(
         assert differ == (int(first) != int(second)) == told
 
 
+@pytest.mark.slow
 def test_does_not_depend_on_the_order_of_nodes_and_arcs_nor_on_the_batch():
     graphs = small_graphs(with_types=True)
     kinds = [{}, {"triples": True}, {"marks": 2, "tuples": "all"}, {"triples": True, "marks": 1}]

@@ -39,6 +39,7 @@ def test_features_and_gradients_are_those_of_the_formula(weighted, native):
             torch.testing.assert_close(one, expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weighted", [False, True])
 def test_second_derivatives_and_batched_gradients(weighted, native):
     tensors, triples = draw(5, 12, 2, 3, weighted)

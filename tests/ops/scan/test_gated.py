@@ -225,6 +225,7 @@ class TestKernel:
         ]
         torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
+    @pytest.mark.slow
     @cells
     def test_op_is_registered_right(self, cell):
         time_major = inputs(cell, (5, 3, 2))[0].detach().transpose(0, 1).requires_grad_()

@@ -77,6 +77,7 @@ def test_any_strides_do():
     torch.testing.assert_close(*both([gate[:1, :, :1].expand(4, 9, 3), wide.permute(2, 1, 0)[::2], state, starts]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 5, 2), (1, 130, 1)], ids=["loop", "chunks"])
 @pytest.mark.parametrize("check", [gradcheck, gradgradcheck])
 def test_derivatives(check, shape):
@@ -101,6 +102,7 @@ def test_inputs_may_be_frozen(frozen):
     torch.testing.assert_close(*both(arguments))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 16384, 8), (40, 2000, 64)], ids=["chunks", "loop"])
 def test_float32_is_accurate_over_many_steps(shape):
     """As accurate as the plain recurrence; a scan in log space is off by 4e-4."""
@@ -245,11 +247,13 @@ def test_nothing_in_nothing_out(shape, create_graph):
     assert gradients[2].abs().sum() == 0
 
 
+@pytest.mark.slow
 def test_op_is_registered_right():
     for arguments in (inputs((3, 5, 2), torch.float32), inputs((1, 200, 2), torch.float32, False, False)):
         torch.library.opcheck(torch.ops.lightning_accel.linear_scan.default, arguments)
 
 
+@pytest.mark.slow
 def test_compiles_whole_and_once_for_any_length():
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
@@ -262,6 +266,7 @@ def test_compiles_whole_and_once_for_any_length():
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", [False, True])
 def test_exports_with_any_batch_and_time(strict):
     class Scan(torch.nn.Module):

@@ -50,6 +50,7 @@ def test_known_triangles_belong_to_what_is_remembered(searches, inference):
     assert len(searches) == 4
 
 
+@pytest.mark.slow
 def test_keeps_nothing_alive():
     edge_index = edges()
     triples = triples_of(edge_index, 4)

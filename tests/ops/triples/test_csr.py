@@ -113,6 +113,7 @@ def test_bits_are_the_same_each_time(num_threads):
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_are_sound_operations():
     triples = graph(8, 30)
     x, y = factors(8, 3, torch.float64)
@@ -123,6 +124,7 @@ def test_are_sound_operations():
         torch.library.opcheck(torch.ops.lightning_accel.triangle_product.default, arguments)
 
 
+@pytest.mark.slow
 def test_compiles_whole_for_graphs_of_any_size():
     compiled = torch.compile(sums, fullgraph=True, dynamic=True, backend="aot_eager")
     for num_nodes in (30, 50, 71):

@@ -87,6 +87,7 @@ def test_workers_find_them_after_threads_ran_in_the_parent():
         torch.set_num_threads(1)
 
 
+@pytest.mark.slow
 def test_ops_are_registered_right():
     kernels = torch.ops.lightning_accel_native
     edge_index = random_graph(12, 60)

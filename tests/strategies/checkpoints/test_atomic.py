@@ -157,6 +157,7 @@ def killed_at(calls: int, path: Path, folder: bool) -> None:
         write(partial, "new", folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "folder"),
     [

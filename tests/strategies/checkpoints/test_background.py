@@ -234,6 +234,7 @@ def check_by_hand(rank, folder):
     return trainer.global_step
 
 
+@pytest.mark.slow
 def test_what_is_saved_by_hand_is_there_on_all_processes(tmp_path):
     assert run_ranks(check_by_hand, tmp_path, timeout_s=60) == [5, 5]
 
@@ -246,6 +247,7 @@ class Scores(BoringModel):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keepers",
     [
@@ -286,6 +288,7 @@ def test_a_signal_saves_to_the_store(tmp_path):
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"signal-step=3.ckpt", "step=3.ckpt", "last.ckpt"}
 
 
+@pytest.mark.slow
 def test_a_foreign_run_is_equal_with_and_without_a_thread(tmp_path):
     ends = []
     for io in (AtomicCheckpointIO(), Slow()):
@@ -338,6 +341,7 @@ def check_resumed(rank, folder, name, place):
     return str(newest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "in_store"),
     [
@@ -395,6 +399,7 @@ def check_failure(rank, folder, at):
     return f"{type(failed.value).__name__}: {failed.value}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "at", ["upload", *(pytest.param(at, marks=pytest.mark.slow) for at in ("write", "remove", "folder"))]
 )
@@ -447,6 +452,7 @@ def check_places(rank, folder):
         trainer.save_checkpoint(folder / "of-all/a.ckpt")
 
 
+@pytest.mark.slow
 def test_machines_that_save_shards_to_different_places_are_told(tmp_path):
     run_ranks(check_places, tmp_path, timeout_s=60)
     for name in ("of-0", "of-all"):

@@ -161,6 +161,7 @@ def test_an_upload_cut_anywhere_leaves_the_old_folder_or_the_new_one(tmp_path, u
     assert operations >= (3 if old is None else 8)
 
 
+@pytest.mark.slow
 def test_two_uploads_cut_leave_a_whole_version(tmp_path, url, monkeypatch):
     """The first between the removal of the old version and the copy of the new one, the second at any moment."""
     found = []

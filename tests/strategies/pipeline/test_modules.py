@@ -113,6 +113,7 @@ def check(rank, folder, way, strategy, options):
     return trained(folder, PipelineStrategy(**strategy), make(way), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
     ["shared", "tied", "one_pass", *(pytest.param(way, marks=pytest.mark.slow) for way in ("skip", "twice", "frozen"))],
@@ -128,6 +129,7 @@ def test_equals_one_process(tmp_path, way):
     torch.testing.assert_close(pipeline["optimizer_states"], whole["optimizer_states"], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_stage_may_learn_nothing(tmp_path):
     """Its gradients are zero, where one process has none."""
     one = trained(tmp_path, module=make("detached"))
@@ -163,6 +165,7 @@ def check_mixed(rank, folder, precision):
     return trained(folder, PipelineStrategy(), gradient_clip_val=0.5, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [pytest.param("16", marks=pytest.mark.slow), "bf16"])
 def test_mixed_precision_follows_one_process(tmp_path, precision):
     options = {"plugins": [MixedPrecision("16-mixed", "cpu")]} if precision == "16" else {"precision": "bf16-mixed"}
@@ -186,6 +189,7 @@ def check_overflow(rank, folder):
     return module.trainer.precision_plugin.scaler.get_scale()
 
 
+@pytest.mark.slow
 def test_overflow_on_one_stage_skips_the_step_on_all(tmp_path):
     first, second = run_ranks(check_overflow, tmp_path)
     assert first == second == 2**15
@@ -233,6 +237,7 @@ def check_graphs(rank):
     return states[0]
 
 
+@pytest.mark.slow
 def test_graphs_of_unequal_sizes_train_as_in_one_process():
     expected = any_strategy.fit("graphs", max_steps=4).lightning_module.state_dict()
     actual, _ = run_ranks(check_graphs)
@@ -247,6 +252,7 @@ def check_memory(rank, folder):
     return held, len(optimizer.state)
 
 
+@pytest.mark.slow
 def test_a_rank_holds_its_own_layers(tmp_path):
     (first, num_first), (second, num_second) = run_ranks(check_memory, tmp_path)
     names = [name for name, _ in make("plain").named_parameters()]
@@ -279,6 +285,7 @@ def check_language_model(rank, folder, options):
     return trained(folder, PipelineStrategy(), language_model(**options), tokens())
 
 
+@pytest.mark.slow
 def test_activation_checkpointing(tmp_path):
     options = {"activation_checkpointing": True}
     trained(tmp_path, module=language_model(**options), data=tokens())
@@ -422,6 +429,7 @@ def check_nested(rank, folder):
     return trained(folder, PipelineStrategy(), Nested(), nested_batches(), limit_val_batches=0)
 
 
+@pytest.mark.slow
 def test_batches_may_be_nested_and_of_other_lengths(tmp_path):
     torch.manual_seed(3)
     one = trained(tmp_path, module=Nested(), data=nested_batches(), limit_val_batches=0)

@@ -131,6 +131,7 @@ def assert_equal_draws(first, last):
         torch.testing.assert_close(one, {name: other[name] for name in one}, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_training_equals_one_process_with_the_same_draws(tmp_path):
     (first, first_validated, _), (last, last_validated, losses) = run_ranks(check_draws, tmp_path, (0, 1), 1, 0.0)
     assert_equal_draws(first, last)
@@ -179,6 +180,7 @@ def check_dropout(rank, folder):
     return module.drawn, ends, masks
 
 
+@pytest.mark.slow
 def test_layers_draw_on_their_own(tmp_path):
     (first, ends, masks), (last, *_) = run_ranks(check_dropout, tmp_path)
     assert_equal_draws(first, last)

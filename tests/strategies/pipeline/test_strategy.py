@@ -110,6 +110,7 @@ def check_plain(rank, folder, strategy, options):
     return trained(folder, PipelineStrategy(**strategy), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "clip"), [(1, None), (4, 0.05)], ids=["gpipe", "1f1b"])
 def test_plain_module_equals_one_process(tmp_path, number, clip):
     one = trained(tmp_path, gradient_clip_val=clip)
@@ -141,6 +142,7 @@ def check_language_model(rank, folder, strategy, options):
     return trained(folder, PipelineStrategy(**strategy), language_model(), tokens(), **options)
 
 
+@pytest.mark.slow
 def test_language_model_equals_one_process(tmp_path):
     torch.manual_seed(3)
     one = trained(tmp_path, module=language_model(), data=tokens(), gradient_clip_val=0.5)
@@ -161,6 +163,7 @@ def check_schedule_was_used(rank, folder):
     return runs
 
 
+@pytest.mark.slow
 def test_batches_of_known_shape_go_by_the_schedule(tmp_path):
     """Of one shape the first tells what travels; the very first tells what is needed later."""
     assert run_ranks(check_schedule_was_used, tmp_path) == [[4] * (5 + 8 + 8)] * 2
@@ -175,6 +178,7 @@ def classifier():
     return MoEClassifier(6, 3, **SIZES, optimizer=ADAMW)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "split", [(1, 4), *(pytest.param(one, marks=pytest.mark.slow) for one in ((2, 3), (3, 2)))], ids=str
 )
@@ -187,6 +191,7 @@ def test_residual_outside_the_layers(tmp_path, split):
     torch.testing.assert_close(pipeline["state_dict"], whole["state_dict"], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -207,6 +212,7 @@ def check_ragged(rank, folder, num_rows):
     return trained(folder, PipelineStrategy(), data=loader(num_rows, 8), max_epochs=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_rows", [30, *(pytest.param(number, marks=pytest.mark.slow) for number in (27, 25))])
 def test_ragged_last_batch(tmp_path, num_rows):
     one = trained(tmp_path, data=loader(num_rows, 8), max_epochs=4)
@@ -224,6 +230,7 @@ def check_resumed(rank, folder):
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["one", "pipeline"])
 def test_checkpoints_pass_between_pipeline_and_one_process(tmp_path, first):
     if first == "one":
@@ -248,6 +255,7 @@ def check_evaluation(rank, folder):
     return validated, trainer.predict(module, loader(30, 8))
 
 
+@pytest.mark.slow
 def test_evaluation_is_that_of_one_process_on_every_rank(tmp_path):
     trained(tmp_path)
     module = Plain()

@@ -35,11 +35,13 @@ def equals_one_process(name, strategy, options, world_size=2):
         close(actual, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "classifier", pytest.param("language_model", marks=pytest.mark.slow)])
 def test_training_equals_one_process(name):
     equals_one_process(name, {}, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -55,6 +57,7 @@ def test_options_change_no_result(strategy):
     equals_one_process("language_model", strategy, {"gradient_clip_val": 0.1, "optimizer": SGD})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("expert_parallel_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_accumulated_and_clipped_gradients_equal_those_of_one_process(expert_parallel_size):
     strategy = {"expert_parallel_size": expert_parallel_size}
@@ -82,6 +85,7 @@ def check_saved(rank, name, strategy, path, world_size=2, max_steps=1):
     one_batch(name, 8 // world_size, **options).save_checkpoint(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
@@ -109,6 +113,7 @@ def test_whole_checkpoints_go_both_ways(name, strategy, tmp_path):
             close(actual, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("expert_parallel_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_sharded_checkpoints_resume(expert_parallel_size, tmp_path):
     options = {"checkpoints": "sharded", "expert_parallel_size": expert_parallel_size}
@@ -140,6 +145,7 @@ def check_kept_checkpoints(rank, folder):
     return keeper.best_model_path
 
 
+@pytest.mark.slow
 def test_the_older_checkpoint_goes_when_the_newer_is_complete(tmp_path):
     best, _ = run_ranks(check_kept_checkpoints, tmp_path)
     assert [str(file) for file in tmp_path.iterdir()] == [best]
@@ -172,6 +178,7 @@ def check_batch_norm(rank):
     return before, run.lightning_module.norm.running_mean.clone()
 
 
+@pytest.mark.slow
 def test_statistics_of_batch_norms_are_those_of_the_first_process():
     (first, used), (other, used_other) = run_ranks(check_batch_norm)
     assert not first.equal(other)
@@ -198,6 +205,7 @@ def check_tied(rank, world_size):
     return whole_weights(run)
 
 
+@pytest.mark.slow
 def test_parameters_in_several_places_stay_one():
     for actual in run_ranks(check_tied, 2):
         close(actual, check_tied(0, 1))
@@ -236,6 +244,7 @@ def check_dtypes(rank):
     return spy.seen, spy.has_digits_of_float32, master, whole_weights(run)
 
 
+@pytest.mark.slow
 def test_mixed_precision_gathers_low_reduces_in_float32_and_keeps_gates_and_master_weights():
     expected = whole_weights(fit("language_model", precision="bf16-mixed", optimizer=SGD))
     for seen, has_digits_of_float32, master, weights in run_ranks(check_dtypes):
@@ -261,6 +270,7 @@ def check_stages(rank):
     return first, second, fresh[0]["val/loss"]
 
 
+@pytest.mark.slow
 def test_fit_and_evaluation_follow_each_other():
     data = Rows(make("plain")[1], 8)
 
@@ -289,6 +299,7 @@ def check_reductions(rank):
     return counted.number
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_are_reduced_once():
     assert run_ranks(check_reductions) == [2 * 5] * 2  # steps, and groups: four blocks and the rest
 
@@ -366,6 +377,7 @@ def check_their_experts(rank, world_size):
     return module.experts.weight.to_local().shape if world_size > 1 else None, whole_weights(run)
 
 
+@pytest.mark.slow
 def test_experts_of_any_module_are_dealt():
     _, expected = check_their_experts(0, 1)
     for shape, actual in run_ranks(check_their_experts, 2):
@@ -380,6 +392,7 @@ def check_fp16(rank, name, options):
     return whole_weights(run), run.precision_plugin.scaler.get_scale()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [pytest.param("plain", {}, marks=pytest.mark.slow), ("language_model", {"expert_parallel_size": 2})],
@@ -413,6 +426,7 @@ def check_unusual(rank, world_size):
     return whole_weights(run)
 
 
+@pytest.mark.slow
 def test_numbers_and_layers_with_two_names():
     for actual in run_ranks(check_unusual, 2):
         close(actual, check_unusual(0, 1))
@@ -508,6 +522,7 @@ def check_large(rank, path):
     return whole_weights(first), whole_weights(run)
 
 
+@pytest.mark.slow
 def test_modules_on_the_meta_device_draw_their_parts_or_load_them(tmp_path):
     one_batch("plain", 8, max_steps=1).save_checkpoint(tmp_path / "one.ckpt")
     expected = whole_weights(one_batch("plain", 8))
@@ -536,5 +551,6 @@ def check_each_run_is_set_up(rank):
     return seen
 
 
+@pytest.mark.slow
 def test_each_run_has_its_precision_and_its_synchronised_batch_norms():
     assert run_ranks(check_each_run_is_set_up) == [[(True, True)] * 2] * 2
