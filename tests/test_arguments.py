@@ -19,6 +19,7 @@ EXCEPTIONS = {
     "callbacks.speedups.Speedups",  # settings that stand alone, and are written by tune
 }
 
+CHECKED_LATER = "measure.", "planning.", "models.estimators."  # results, and what scikit-learn checks in fit
 LATER = {  # checked where sizes are known, when scikit-learn calls fit, or by Lightning
     "models.dbn.DeepBeliefNetwork": {"visible"},
     "models.estimators.DBNClassifier": {"finetune_learning_rate", "learning_rate", "preset", "visible"},
@@ -99,16 +100,18 @@ def parts(annotation: Any) -> set[Any]:
     return set(get_args(annotation)) if get_origin(annotation) in (types.UnionType, Union) else {annotation}
 
 
-def test_a_number_out_of_range_and_a_text_for_one_are_refused_at_once_by_name():
+def test_a_value_out_of_range_or_of_another_kind_is_refused_at_once_by_name():
     """Of classes that need no other arguments. -1 infers the width of layers from their first input."""
     tried, accepted, unnamed = set(), set(), set()
     for path, one in ((path, one) for module in modules() for path, one in callables(module).items()):
-        if not isinstance(one, type) or needs_arguments(one) or path.startswith(("measure.", "models.estimators.")):
+        if not isinstance(one, type) or needs_arguments(one) or path.startswith(CHECKED_LATER):
             continue
         hints = get_type_hints(one.__init__)
         for name in hints.keys() & inspect.signature(one).parameters.keys():
             kinds = parts(hints[name])
-            wrong = [-1] * (int in kinds) + [math.nan] * (float in kinds) + ["two"] * bool({int, float} & kinds)
+            numbers = {int, float} & kinds
+            wrong = [-1] * (int in kinds) + [math.nan] * (float in kinds) + ["two"] * bool(numbers)
+            wrong += [2.5] * (numbers == {int}) + ["no"] * (bool in kinds)
             for value in wrong if name != "in_channels" and str not in kinds else ():
                 tried.add((path, name))
                 try:

@@ -28,7 +28,7 @@ from lightning_accel.callbacks.padding import (
 from lightning_accel.callbacks.speedups import loaders_of
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of, require_own_steps
 from lightning_accel.data.samplers import ResumableLoader
-from lightning_accel.ops.bounds import require_at_least
+from lightning_accel.ops.bounds import require_flags, require_integers
 from lightning_accel.ops.names import require_one_of
 
 
@@ -88,7 +88,8 @@ class Batching(L.Callback):
     def __init__(
         self, batch_size_factor: int = 1, length_bucketed: bool = False, padding: Padding | None = None
     ) -> None:
-        require_at_least(1, batch_size_factor=batch_size_factor)
+        require_integers(1, batch_size_factor=batch_size_factor)
+        require_flags(length_bucketed=length_bucketed)
         if padding is not None:
             require_one_of("padding", padding, get_args(Padding))
         self.batch_size_factor = batch_size_factor

@@ -14,7 +14,7 @@ from lightning_accel._private.torch import BatchNormBase, tree_map_only
 from lightning_accel.callbacks.ddp_settings import require_whole_parameters
 from lightning_accel.callbacks.trainer_callbacks import require_own_steps
 from lightning_accel.ops.blocks import find_blocks
-from lightning_accel.ops.bounds import require_at_least
+from lightning_accel.ops.bounds import require_flags, require_integers
 from lightning_accel.strategies.batch_splitting import RecordedLog, merge_outputs, split_batch
 from lightning_accel.strategies.sharding.blocks import recompute_activations
 
@@ -59,7 +59,8 @@ class MemorySavings(L.Callback):
     def __init__(
         self, micro_batches: int = 1, activation_checkpointing: bool = False, activation_offload: bool = False
     ) -> None:
-        require_at_least(1, micro_batches=micro_batches)
+        require_integers(1, micro_batches=micro_batches)
+        require_flags(activation_checkpointing=activation_checkpointing, activation_offload=activation_offload)
         self.micro_batches = micro_batches
         self.activation_checkpointing = activation_checkpointing
         self.activation_offload = activation_offload

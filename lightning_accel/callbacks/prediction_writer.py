@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from lightning_accel._private.torch import tree_leaves
 from lightning_accel.callbacks.deployment.copies import raise_in_all_processes, run_folder
+from lightning_accel.ops.bounds import require_filename
 from lightning_accel.ops.extras import import_on_use, require_module
 
 if TYPE_CHECKING:
@@ -57,8 +58,7 @@ class PredictionWriter(BasePredictionWriter):
 
     def __init__(self, filename: str = "predictions.csv") -> None:
         super().__init__(write_interval="batch_and_epoch")
-        if not filename:
-            raise ValueError("filename must name the file, such as 'predictions.csv'; got ''")
+        require_filename("filename", filename, "predictions.csv")
         self.filename = filename
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

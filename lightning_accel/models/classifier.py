@@ -13,7 +13,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_accel.models.hooks import hint_at_removed_channels, name_classes, targets_of_scores
 from lightning_accel.nn.features import require_floating, require_rows, require_width
-from lightning_accel.ops.bounds import require_at_least
+from lightning_accel.ops.bounds import require_integers
 from lightning_accel.ops.names import list_of_sizes
 from lightning_accel.ops.renames import renamed_arguments
 
@@ -52,10 +52,10 @@ class Classifier(L.LightningModule):
         optimizer: OptimizerCallable = torch.optim.AdamW,
     ) -> None:
         super().__init__()
-        require_at_least(1, num_features=num_features, num_classes=num_classes)
+        require_integers(1, num_features=num_features, num_classes=num_classes)
         for name, sizes in (("channels", channels), ("hidden_dims", hidden_dims)):
             for size in list_of_sizes(name, sizes):
-                require_at_least(1, **{name: size})
+                require_integers(1, **{name: size})
         self.save_hyperparameters(ignore="optimizer")
         hint_at_removed_channels(self)
         self.num_features = num_features

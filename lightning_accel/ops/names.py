@@ -21,6 +21,8 @@ def list_of_names(names: Iterable[Name]) -> list[Name]:
     """
     if isinstance(names, str | type):
         return [names]  # type: ignore[list-item]  # a string is an iterable of strings, too
+    if not isinstance(names, Iterable):
+        raise TypeError(f"a name, or several in a list, were needed; got {names!r}")
     return list(names)
 
 

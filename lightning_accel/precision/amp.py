@@ -18,7 +18,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_accel._private.lightning import call_step_hooks
 from lightning_accel._private.torch import cpu_capabilities, found_inf_by_device, scale_of, unscale_gradients_
-from lightning_accel.ops.bounds import require_above, require_at_least
+from lightning_accel.ops.bounds import require_above, require_integers
 from lightning_accel.ops.names import list_some
 
 MixedDtype: TypeAlias = Literal["auto", "bf16", "fp16"]
@@ -80,7 +80,7 @@ class AmpPrecision(MixedPrecision):
         if dtype not in get_args(MixedDtype):
             raise ValueError(f"dtype must be auto, bf16 or fp16; got {dtype!r}")
         require_above(0, init_scale=init_scale)
-        require_at_least(1, growth_interval=growth_interval)
+        require_integers(1, growth_interval=growth_interval)
         super().__init__("bf16-mixed", "cpu")  # placeholders until choose sets both
         self.dtype = dtype
         self.init_scale = init_scale

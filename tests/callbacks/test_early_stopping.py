@@ -351,7 +351,7 @@ def test_sanity_check_and_validate_count_for_nothing():
 def test_what_cannot_work_is_refused():
     for options, message in [
         ({"mode": "maximum"}, "mode must be 'min' or 'max'; got 'maximum'"),
-        ({"min_delta": -0.1}, "min_delta must be at least 0, in either mode; got -0.1"),
+        ({"min_delta": -0.1}, "min_delta must be at least 0; got -0.1"),
         ({"patience": 0}, "patience must be at least 1; got 0"),
         ({"smooth_over": 0}, "smooth_over must be at least 1; got 0"),
     ]:

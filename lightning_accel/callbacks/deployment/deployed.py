@@ -70,6 +70,7 @@ def dry_run(
         of_training: whether to take training batches instead of validation batches.
 
     Raises:
+        ValueError: if the loader has no batch.
         Exception: as :func:`run_in_first_process`.
     """
 
@@ -90,6 +91,12 @@ def _first_batches(trainer: L.Trainer, of_training: bool) -> Any:
     leaves = tree_leaves(loaders)
     if not all(map(has_plain_order, leaves)):
         return None
+    if leaves and not any(map(len, leaves)):
+        sizes = f"{len(leaves[0].dataset)} samples in batches of {leaves[0].batch_size}"
+        raise ValueError(
+            f"the loader of {'training' if of_training else 'validation'} gives no batch: it has {sizes}"
+            f"{' and drop_last=True' if leaves[0].drop_last else ''}. Lower its batch_size, or give it more samples"
+        )
     return tree_map_only(DataLoader, first_batches_of, loaders)
 
 

@@ -30,7 +30,7 @@ from lightning_accel.callbacks.trainer_callbacks import callbacks_of, move_last
 from lightning_accel.compress.calls import Inputs, Run, device_of, smallest_call
 from lightning_accel.compress.export.decoding import CachedDecoder, tokens_of
 from lightning_accel.compress.export.loading import load_compressed
-from lightning_accel.compress.export.structure import named_tensors, restore
+from lightning_accel.compress.export.structure import named_tensors, restore, tensors_of
 from lightning_accel.compress.export.writing import (
     SUFFIXES,
     Exported,
@@ -44,8 +44,8 @@ from lightning_accel.compress.export.writing import (
 from lightning_accel.compress.report.forms import measure_forms, plain_forms
 from lightning_accel.compress.report.progress import Progress
 from lightning_accel.compress.report.report import Report, describe_layers
-from lightning_accel.ops.bounds import require_at_least
-from lightning_accel.ops.names import list_of_names, require_one_of
+from lightning_accel.ops.bounds import require_filename, require_flags, require_integers
+from lightning_accel.ops.names import list_of_names, list_some, require_one_of
 
 _NUM_BATCHES = 2  # of validation, that the file is compared on
 
@@ -121,15 +121,20 @@ class Export(L.Callback):
             raise ValueError(f"preprocess must be 'datamodule', a module or None; got {preprocess!r}")
         if isinstance(preprocess, nn.Module):
             _require_inverse(preprocess)
-        if not filename:
-            raise ValueError("filename must name the file, such as 'model'; got ''")
-        require_at_least(3, max_length=max_length)
+        require_filename("filename", filename, "model")
+        require_flags(dynamic=dynamic, compare=compare)
+        suffix = Path(filename).suffix
+        if format != "auto" and suffix in SUFFIXES.values() and suffix != SUFFIXES[format]:
+            raise ValueError(f"a file of format {format!r} must end in {SUFFIXES[format]}; got filename={filename!r}")
+        require_integers(3, max_length=max_length)
         self.format = format
         self.filename = filename
         self.module = module
         self.preprocess = preprocess
         self.postprocess = Probabilities() if postprocess == "probabilities" else postprocess
         self.class_names = None if class_names is None else list_of_names(class_names)
+        if self.class_names is not None and len({*self.class_names}) < max(1, len(self.class_names)):
+            raise ValueError(f"class_names must name each class once; got {self.class_names}")
         self.dynamic = dynamic
         self.compare = compare
         self.max_length = max_length
@@ -176,6 +181,7 @@ class Export(L.Callback):
         try:
             deployed = self._with_cache(deployed)
             inputs = deployed.inputs if raw is None else [raw.from_call(call) for call in deployed.inputs]
+            self._require_class_names(deployed)
             specs = try_export(deployed.module, inputs, format, dynamic=self.dynamic, **options)
         except (TypeError, ValueError, ExportError) as error:
             # with a cache, the error names the language model within, if there is one
@@ -184,6 +190,18 @@ class Export(L.Callback):
         fixed = [one["name"] for one in specs if one["dtype"].startswith("int") and _is_fixed_length(one["shape"])]
         if fixed and self.dynamic:
             rank_zero_info(f"the file that Export writes will take {', '.join(fixed)} of the length of now alone")
+
+    def _require_class_names(self, deployed: Deployed) -> None:
+        """Raise a ValueError if there are other class names than scores."""
+        args, kwargs = deployed.inputs[0]
+        scores = next(iter(tensors_of(deployed.module(*args, **kwargs))), None)
+        if self.class_names is None or scores is None or scores.dim() != 2:
+            return
+        if scores.shape[1] != len(self.class_names):
+            raise ValueError(
+                f"class_names must name the {scores.shape[1]} classes that {type(deployed.module).__name__} has scores "
+                f"of; got {len(self.class_names)}, {list_some(self.class_names)}"
+            )
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
@@ -281,6 +299,11 @@ class Export(L.Callback):
                 progress(f"validates {name}", if_slow=True)
                 options = {"limit_batches": limits, "datamodule": datamodule}
                 row = validated(row, copied, loader, deployed.name, judged[name], **options)
+                if row.note and name == label:
+                    rank_zero_warn(
+                        f"{self.exported.path} {row.note}. It gives what the model gives on the {_NUM_BATCHES} batches "
+                        "that it was compared on; do not rely on it"
+                    )
             report.add(row._replace(file_bytes=self.exported.file_bytes) if name in files else row)
         call = smallest_call(deployed.module, deployed.inputs[0])
         report.layers = describe_layers(deployed.module, *call, reasons_left_out(trainer, deployed.name))

@@ -26,6 +26,7 @@ def _undistributed_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
         batch_size=loader.batch_size,
         sampler=loader.sampler.for_one_process() if isinstance(loader.sampler, PlannedSampler | ShardSampler) else None,
         collate_fn=loader.collate_fn,
+        drop_last=loader.drop_last,
         **_workers(loader, loader.num_workers),
     )
 
@@ -48,18 +49,23 @@ def has_plain_order(loader: object) -> bool:
 
 
 def with_order(loader: DataLoader[Any], order: Sequence[int]) -> DataLoader[Any]:
-    """Return a loader of the same batch size over the samples ``order``."""
+    """Return a loader of the same batch size over the samples ``order``, of which there is a batch at least."""
+    is_whole = len(order) >= cast(int, loader.batch_size)
     return DataLoader(
-        loader.dataset, loader.batch_size, sampler=order, collate_fn=loader.collate_fn, **_workers(loader)
+        loader.dataset,
+        loader.batch_size,
+        sampler=order,
+        collate_fn=loader.collate_fn,
+        drop_last=loader.drop_last and is_whole,
+        **_workers(loader),
     )
 
 
 def first_batches_of(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a loader of the first batch and of one half as large, or as large where the loader drops smaller ones."""
+    """Return a loader of the first batch and of one as small as the last of ``loader``, or of two equal ones."""
     size, length = cast(int, loader.batch_size), len(cast(Sized, loader.dataset))
-    if loader.drop_last:
-        return with_order(loader, range(min(2 * size, length // size * size or length)))
-    return with_order(loader, range(min(size + max(1, size // 2), length)))
+    rest = 0 if loader.drop_last and length >= size else length % size
+    return with_order(loader, range(min(size + (rest or size), length)))
 
 
 def in_random_order(loader: Any) -> Any:

@@ -52,7 +52,7 @@ from lightning_accel.compress.report.latency import speedup
 from lightning_accel.compress.report.perplexity import PERPLEXITY, measured_perplexity
 from lightning_accel.compress.report.progress import Progress
 from lightning_accel.compress.report.report import Report, describe_speedup
-from lightning_accel.ops.bounds import require_above, require_at_least
+from lightning_accel.ops.bounds import require_above, require_at_least, require_integers
 from lightning_accel.ops.names import list_of_names, require_one_of
 from lightning_accel.ops.renames import DROPPED_IN, renamed_arguments
 from lightning_accel.strategies import PipelineStrategy
@@ -161,9 +161,8 @@ class Quantization(L.Callback):
             raise ValueError("max_drop needs monitor, the figure of validation that may drop, such as 'val/accuracy'")
         if monitor == PERPLEXITY and monitor_mode == "max":
             raise ValueError("lower perplexities are better: monitor='perplexity' needs monitor_mode='min'")
-        if max_drop is not None and not max_drop >= 0:
-            raise ValueError(f"max_drop must be at least 0, in the unit of {monitor!r}; got {max_drop}")
-        require_at_least(1, calibrate=calibrate, batch_size=batch_size)
+        require_at_least(0, max_drop=max_drop)
+        require_integers(1, calibrate=calibrate, batch_size=batch_size)
         require_above(0, seconds=seconds)
         require_at_least(0, start=start)
         if start is not None:
@@ -175,7 +174,8 @@ class Quantization(L.Callback):
                 stacklevel=3,
             )
             begin = start if isinstance(start, float) else begin
-        if not begin >= 0 or (isinstance(begin, float) and not begin < 1):
+        require_at_least(0, begin=begin)
+        if isinstance(begin, float) and begin >= 1:
             raise ValueError(f"begin must be a share of the run in [0, 1), or an optimizer step as an int; got {begin}")
         if mode != "qat" and begin != _BEGIN:
             raise ValueError(f"begin is when mode='qat' begins; got begin={begin} and mode={mode!r}: leave it out")

@@ -25,7 +25,7 @@ from lightning_accel.compress.report.forms import measure_forms, plain_forms
 from lightning_accel.compress.report.macs import count_macs
 from lightning_accel.compress.report.progress import Progress
 from lightning_accel.compress.report.report import Report, Row, count_parameters, describe_layers, saved_bytes
-from lightning_accel.ops.bounds import require_above
+from lightning_accel.ops.bounds import require_above, require_flags
 from lightning_accel.ops.extras import require_module
 
 AT_FIRST = "before training"
@@ -62,6 +62,7 @@ class CompressionReport(L.Callback):
 
     def __init__(self, module: str | None = None, *, compiled: bool = True, seconds: float = 0.5) -> None:
         require_above(0, seconds=seconds)
+        require_flags(compiled=compiled)
         self.module = module
         self.compiled = compiled
         self.seconds = seconds

@@ -32,7 +32,7 @@ from lightning_accel.callbacks.distillation.loss import (
 from lightning_accel.callbacks.distillation.teacher import Teacher, load_teacher, load_weights
 from lightning_accel.callbacks.recorded_calls import Call, CallRecorder, Calls, callable_parts, outermost
 from lightning_accel.callbacks.trainer_callbacks import require_own_steps
-from lightning_accel.ops.bounds import require_at_least
+from lightning_accel.ops.bounds import require_above, require_at_least, require_integers
 
 _COPIES_OF_STUDENT = "initial", "dense"  # teachers that are copies of the student
 _DIVERGENCES = "kl", "reverse_kl"
@@ -113,10 +113,12 @@ class Distillation(L.Callback):
         cache: str | PathLike[str] | None = None,
         top_k: int = 64,
     ) -> None:
-        if not 0 <= weight < math.inf:
-            raise ValueError(f"weight must be at least 0; got {weight}")
-        if not 0 < temperature < math.inf:
-            raise ValueError(f"temperature must be above 0; got {temperature}")
+        require_at_least(0, weight=weight)
+        require_above(0, temperature=temperature)
+        if not all(map(math.isfinite, (weight, temperature))):
+            raise ValueError(f"weight and temperature must be finite; got weight={weight}, temperature={temperature}")
+        if cache == "":
+            raise ValueError("cache must be the path of a folder; got ''")
         if loss not in _NAMED_LOSSES and not callable(loss):
             raise ValueError(f"loss must be 'kl', 'reverse_kl', 'mse' or a function; got {loss!r}")
         if cache is not None and (loss not in _DIVERGENCES or class_dim != -1):
@@ -124,7 +126,7 @@ class Distillation(L.Callback):
                 f"cache keeps the most probable classes of the last dimension, for loss='kl' or 'reverse_kl'; got "
                 f"loss={loss!r}, class_dim={class_dim}"
             )
-        require_at_least(1, top_k=top_k)
+        require_integers(1, top_k=top_k)
         if checkpoint is not None and not isinstance(teacher, nn.Module):
             raise ValueError(f"checkpoint holds weights for a module, but teacher is {teacher!r}; give the module")
         self.teacher, self.checkpoint = teacher, checkpoint

@@ -126,6 +126,6 @@ def _read(path: str | PathLike[str]) -> dict[str, Any]:
     if not Path(path).is_file():
         raise FileNotFoundError(
             f"no checkpoint {path} of a teacher; name a .ckpt file, or write teacher='initial' for the student itself "
-            "as it is when training starts"
+            "as it is when training starts, or 'dense' for it before it is pruned or quantized"
         )
     return read_checkpoint(Path(path))

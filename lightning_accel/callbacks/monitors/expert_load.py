@@ -13,6 +13,7 @@ from lightning_accel.callbacks.deployment.copies import run_folder
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.trainer_callbacks import log_figure
 from lightning_accel.nn import ExpertLoad, MixtureOfExperts, summarise_load
+from lightning_accel.ops.bounds import require_filename
 from lightning_accel.ops.extras import import_on_use, require_module
 from lightning_accel.ops.figures import DIVERGING, new_axes
 
@@ -50,8 +51,7 @@ class ExpertLoadMonitor(L.Callback):
     """
 
     def __init__(self, filename: str = "figures/expert_load.png") -> None:
-        if not filename:
-            raise ValueError("filename must name the picture, such as 'figures/expert_load.png'; got ''")
+        require_filename("filename", filename, "figures/expert_load.png")
         self.filename = filename
         self.steps: list[int] = []
         self.loads: list[list[Tensor]] = []  # for each step, the load of each mixture, (E,) float32

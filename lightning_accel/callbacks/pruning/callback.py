@@ -25,7 +25,7 @@ from lightning_accel.compress.pruning.masks import (
     require_sparsity,
     sparsity_at,
 )
-from lightning_accel.ops.bounds import require_at_least
+from lightning_accel.ops.bounds import require_at_least, require_integers
 from lightning_accel.ops.names import list_of_names, require_one_of
 from lightning_accel.ops.renames import renamed_arguments
 
@@ -111,12 +111,14 @@ class Pruning(L.Callback):
         round_to: int = 1,
     ) -> None:
         super().__init__()
+        if not isinstance(structure, str):
+            raise TypeError(f"structure must be a text, such as 'unstructured' or 'channel'; got {structure!r}")
         self.removes_parts = structure in REMOVALS
         if structure not in ("channel", "width") and (module is not None or round_to != 1):
             raise ValueError(
                 f"module and round_to are about channels that are removed: give structure='channel'; got {structure!r}"
             )
-        require_at_least(1, round_to=round_to)
+        require_integers(1, round_to=round_to)
         pattern = None if self.removes_parts else parse_structure(structure)
         self.target = require_sparsity(sparsity, pattern)
         require_one_of("scope", scope, get_args(Scope))
@@ -127,7 +129,7 @@ class Pruning(L.Callback):
         _require_step_or_share("end", end)
         if type(begin) is type(end) and begin > end and schedule != "one_shot":
             raise ValueError(f"end must come after begin; got begin={begin}, end={end}")
-        require_at_least(1, every_n_steps=every_n_steps)
+        require_integers(1, every_n_steps=every_n_steps)
         if regrowth is not None:
             require_one_of("regrowth", regrowth, ["rigl"])
             if structure != "unstructured":

@@ -23,7 +23,7 @@ from lightning_accel.callbacks.trainer_callbacks import averaged_weights
 from lightning_accel.compress.calls import first_line
 from lightning_accel.compress.pruning.one_shot import Method, calibrate_and_prune_
 from lightning_accel.compress.pruning.prunable import find_prunable
-from lightning_accel.ops.bounds import require_at_least
+from lightning_accel.ops.bounds import require_integers
 from lightning_accel.ops.names import Exclusion, require_one_of
 
 
@@ -90,7 +90,7 @@ class OneShotPruning(Pruning):
         module: str | None = None,
     ) -> None:
         require_one_of("method", method, get_args(Method))
-        require_at_least(1, calibrate=calibrate)
+        require_integers(1, calibrate=calibrate)
         self.method: Method = method
         self.calibrate = calibrate
         self.deployed = module

@@ -15,7 +15,8 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_accel._private.lightning import last_saved_step, requeue_path
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of, move_last
-from lightning_accel.ops.bounds import require_at_least
+from lightning_accel.ops.bounds import require_integers
+from lightning_accel.ops.names import list_of_names
 from lightning_accel.strategies.checkpoints.stores import join_location
 
 
@@ -49,10 +50,13 @@ class SaveOnSignal(L.Callback):
     """
 
     def __init__(self, every_n_steps: int = 10, stop_signals: tuple[str, ...] = ()) -> None:
-        require_at_least(1, every_n_steps=every_n_steps)
-        known = {each.name for each in signal.Signals}
+        require_integers(1, every_n_steps=every_n_steps)
+        known = {each.name for each in signal.Signals} - {"SIGKILL", "SIGSTOP"}
+        stop_signals = tuple(list_of_names(stop_signals))
         if unknown := [name for name in stop_signals if name not in known]:
-            raise ValueError(f"stop_signals are names of signals, such as SIGUSR1; got {unknown[0]!r}")
+            raise ValueError(
+                f"stop_signals are names of signals that a process can handle, such as SIGUSR1; got {unknown[0]!r}"
+            )
         self.every_n_steps = every_n_steps
         self._stop_signals = {signal.SIGTERM, *(signal.Signals[name] for name in stop_signals)}
         self._received = 0

@@ -29,7 +29,7 @@ from lightning_accel.callbacks.watchdog.stalls import StallWatch
 from lightning_accel.callbacks.watchdog.step_times import StepTimes
 from lightning_accel.data.shards.loader import ShardLoader
 from lightning_accel.measure.run_parts import RunParts
-from lightning_accel.ops.bounds import require_above, require_at_least
+from lightning_accel.ops.bounds import require_above, require_integers
 from lightning_accel.ops.renames import renamed_arguments
 
 _log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class Watchdog(L.Callback):
             raise ValueError(f"on_hang must be 'warn' or 'end'; got {on_hang!r}")
         if on_nonfinite not in ("warn", "skip", "end"):
             raise ValueError(f"on_nonfinite must be 'warn', 'skip' or 'end'; got {on_nonfinite!r}")
-        require_at_least(1, max_skipped=max_skipped)
+        require_integers(1, max_skipped=max_skipped)
         self.timeout, self.on_hang = timeout, on_hang
         self.on_nonfinite, self.max_skipped = on_nonfinite, max_skipped
         self.findings: list[Finding] = []

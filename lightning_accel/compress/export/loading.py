@@ -153,6 +153,12 @@ class Compressed:
             raise TypeError(f"{self.path} takes {len(names)} arguments, {', '.join(names)}; got {len(args)}")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         given = {name: value for name, value in given.items() if name not in self.metadata.get("unused_inputs", ())}
+        required = self.metadata.get("required", ())  # older files do not tell
+        if missing := [name for name in required if name in names and name not in given]:
+            values = {name: value for name, value in self.metadata["plain_inputs"].items() if name in missing}
+            if values.keys() == {*missing}:  # else tensors are missing, which is told below
+                known = ", ".join(f"{name}={value!r}" for name, value in values.items())
+                raise TypeError(f"{self.path} was exported with {known}, which forward requires; pass what it was")
         tensors = named_tensors(given)
         if list(tensors) != [spec["name"] for spec in specs]:
             ordered = {spec["name"]: tensors[spec["name"]] for spec in specs if spec["name"] in tensors}

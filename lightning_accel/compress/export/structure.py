@@ -127,6 +127,12 @@ def bind(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dic
     return found
 
 
+def has_no_default(function: Any, name: str) -> bool:
+    """Return whether ``function`` has a parameter ``name`` without a default."""
+    parameter = inspect.signature(function).parameters.get(name)
+    return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
 def sort_keywords(
     function: Any, call: tuple[tuple[Any, ...], Mapping[str, Any]]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

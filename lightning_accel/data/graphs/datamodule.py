@@ -54,7 +54,7 @@ from lightning_accel.data.shards.loader import datamodule_loader
 from lightning_accel.data.shards.options import ShardOptions
 from lightning_accel.data.shards.splits import Split
 from lightning_accel.data.tables.files import existing_file
-from lightning_accel.ops.bounds import require_at_least
+from lightning_accel.ops.bounds import require_integers
 from lightning_accel.ops.names import list_of_names
 from lightning_accel.ops.options import options_of, read_options
 from lightning_accel.ops.renames import renamed_arguments
@@ -198,7 +198,7 @@ class GraphDataModule(L.LightningDataModule):
         require_effect(self.task or named[0], {**given, "layout.target": names or None, "predict_path": predict_path})
         require_choices(given)
         require_sizes(global_batch_size, batches)
-        require_at_least(0, seed=seed, num_workers=num_workers)
+        require_integers(0, seed=seed, num_workers=num_workers)
         named_shares = {"val_share": split.val_share, "test_share": split.test_share}
         self.named_shares = [name for name, share in named_shares.items() if share is not None]
         usual = (0.2, 0.5) if self.task == "substructures" else (0.1, 0.2)  # the former of Chen et al. 2020

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_accel.data.in_memory import BatchTensorDataset, InMemoryDataModule
-from lightning_accel.ops.bounds import require_at_least
+from lightning_accel.ops.bounds import require_integers
 
 
 class BarsAndStripesDataModule(InMemoryDataModule):
@@ -48,8 +48,8 @@ class BarsAndStripesDataModule(InMemoryDataModule):
 
     def __init__(self, size: int = 3, batch_size: int = 16, copies: int = 1, num_workers: int = 0) -> None:
         super().__init__()
-        require_at_least(1, size=size, batch_size=batch_size, copies=copies)
-        require_at_least(0, num_workers=num_workers)
+        require_integers(1, size=size, batch_size=batch_size, copies=copies)
+        require_integers(0, num_workers=num_workers)
         if not 2 <= size <= 12:
             raise ValueError(f"size must lie in [2, 12], there being 2 * 2**size pictures; got {size}")
         self.size = size

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from lightning_accel.data.in_memory import BatchTensorDataset, InMemoryDataModule
 from lightning_accel.data.preprocessing import ScaledPixels
 from lightning_accel.data.sequences.batch import IGNORED
-from lightning_accel.ops.bounds import require_at_least
+from lightning_accel.ops.bounds import require_flags, require_integers
 from lightning_accel.ops.extras import import_on_use
 from lightning_accel.ops.renames import renamed_arguments
 
@@ -64,8 +64,9 @@ class DigitsDataModule(InMemoryDataModule):
         num_labeled: int | None = None,
     ) -> None:
         super().__init__()
-        require_at_least(1, batch_size=batch_size)
-        require_at_least(0, seed=seed, max_shift=max_shift, num_workers=num_workers)
+        require_integers(1, batch_size=batch_size)
+        require_integers(0, seed=seed, max_shift=max_shift, num_workers=num_workers)
+        require_flags(binarize=binarize)
         if max_shift > 7:
             raise ValueError(f"max_shift must lie in [0, 7], the images being 8 pixels wide; got {max_shift}")
         if num_labeled is not None and not (isinstance(num_labeled, Integral) and 10 <= num_labeled <= 1247):

@@ -19,7 +19,7 @@ from lightning_accel.data.digest import DIGEST, digest_of, require_same_data
 from lightning_accel.data.in_memory import InMemoryDataModule
 from lightning_accel.data.quoting import shown
 from lightning_accel.data.tables.files import existing_file, regular_file, split_rows
-from lightning_accel.ops.bounds import require_at_least
+from lightning_accel.ops.bounds import require_integers
 from lightning_accel.ops.renames import renamed_arguments
 
 IdxPart: TypeAlias = Literal["train-images", "train-labels", "test-images", "test-labels"]
@@ -171,8 +171,8 @@ class IdxDataModule(InMemoryDataModule):
         predict_path: str | Path | None = None,
     ) -> None:
         super().__init__()
-        require_at_least(1, batch_size=batch_size)
-        require_at_least(0, seed=seed, num_workers=num_workers)
+        require_integers(1, batch_size=batch_size)
+        require_integers(0, seed=seed, num_workers=num_workers)
         if not 0 < val_share < 1:
             raise ValueError(f"val_share must lie between 0 and 1; got {val_share}")
         if not Path(path).is_dir():

@@ -48,7 +48,7 @@ from lightning_accel.data.tables.files import (
 from lightning_accel.data.tables.leakage import doubts_of_answers, doubts_of_copies, doubts_of_groups
 from lightning_accel.data.tables.sharded import ShardedTable, new_category_message
 from lightning_accel.data.tables.statistics import Target
-from lightning_accel.ops.bounds import require_at_least
+from lightning_accel.ops.bounds import require_integers
 from lightning_accel.ops.extras import import_on_use
 from lightning_accel.ops.names import list_of_names
 from lightning_accel.ops.options import read_options
@@ -198,8 +198,8 @@ class TabularDataModule(InMemoryDataModule):
     ) -> None:
         super().__init__()
         self.shards = read_options(ShardOptions, shards)
-        require_at_least(1, batch_size=batch_size, shuffle_bytes=self.shards.shuffle_bytes)
-        require_at_least(0, seed=seed, num_workers=num_workers)
+        require_integers(1, batch_size=batch_size, shuffle_bytes=self.shards.shuffle_bytes)
+        require_integers(0, seed=seed, num_workers=num_workers)
         require_shares(val_share, test_share)
         self.is_sharded = is_sharded(path)
         self.path = path if self.is_sharded else existing_file(path)

@@ -31,7 +31,7 @@ from lightning_accel.data.text.tokens import (
     map_file,
     vocabulary_size,
 )
-from lightning_accel.ops.bounds import require_at_least
+from lightning_accel.ops.bounds import require_integers
 from lightning_accel.ops.names import list_of_names
 
 _WINDOWS_PER_GROUP = 16  # adjacent windows in one split, so that few windows border on another split
@@ -102,8 +102,8 @@ class TextDataModule(L.LightningDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
-        require_at_least(1, batch_size=batch_size, context_length=context_length)
-        require_at_least(0, seed=seed, num_workers=num_workers)
+        require_integers(1, batch_size=batch_size, context_length=context_length)
+        require_integers(0, seed=seed, num_workers=num_workers)
         require_shares(val_share, test_share)
         self.of_python = path is None
         self.rows_of = path if path is not None and _holds_rows(path, list_of_names(suffixes)) else None

@@ -12,7 +12,7 @@ from torch.optim import SGD, Optimizer
 from lightning_accel.nn.boltzmann.rbm import RBM
 from lightning_accel.nn.boltzmann.sgd import BernoulliContrast, BernoulliSGD, is_plain, needs_autograd, supported_sgd
 from lightning_accel.nn.boltzmann.units import BernoulliVisible
-from lightning_accel.ops.bounds import require_at_least
+from lightning_accel.ops.bounds import require_at_least, require_integers
 from lightning_accel.ops.float32 import without_autocast
 from lightning_accel.ops.gibbs import draw_bernoulli, sample_bernoulli
 
@@ -129,8 +129,9 @@ class ContrastiveDivergence:
     ) -> None:
         if sampler not in ("cd", "pcd"):
             raise ValueError(f"sampler must be 'cd' or 'pcd'; got {sampler!r}")
-        require_at_least(1, steps=steps, num_chains=num_chains)
-        require_at_least(0, centering=centering, seed=seed)
+        require_integers(1, steps=steps, num_chains=num_chains)
+        require_at_least(0, centering=centering)
+        require_integers(0, seed=seed)
         if 0 < centering < 1:
             raise ValueError(f"centering must be at least 1 row of data, or 0 for none; got {centering}")
         self.sampler = sampler

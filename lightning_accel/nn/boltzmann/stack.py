@@ -22,7 +22,7 @@ from lightning_accel.nn.boltzmann.units import (
     VisibleUnits,
 )
 from lightning_accel.nn.features import require_width
-from lightning_accel.ops.bounds import require_at_least
+from lightning_accel.ops.bounds import require_integers
 from lightning_accel.ops.float32 import at_least_float32, without_autocast
 from lightning_accel.ops.gibbs import sample_bernoulli, sample_categorical
 
@@ -287,7 +287,7 @@ class RBMStack(nn.Module):
         Source: Salakhutdinov and Murray 2008, On the Quantitative Analysis of Deep Belief Networks, eq. 14
         """
         self._require_shape(visible)
-        require_at_least(1, num_samples=num_samples)
+        require_integers(1, num_samples=num_samples)
         if len(self.layers) == 1:
             num_samples = 1
         drawn = torch.stack([_log_weight(self, visible, labels, generator) for _ in range(num_samples)])  # (S, B)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_accel.nn.features import require_floating, require_width
-from lightning_accel.ops.bounds import require_at_least
+from lightning_accel.ops.bounds import require_integers
 from lightning_accel.ops.few_tokens import has_few_tokens, route_few_tokens
 
 _FEW = 4  # experts per token
@@ -273,7 +273,7 @@ def count_slots(expert_of_slot: Tensor, num_experts: int) -> Tensor:
 
 
 def _require_sizes(dim: int, num_experts: int, k: int) -> None:
-    require_at_least(1, dim=dim)
+    require_integers(1, dim=dim)
     if not 1 <= k <= num_experts:
         raise ValueError(f"k must lie in [1, num_experts]; got k={k}, num_experts={num_experts}")
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_accel._private.lightning import saves_sharded, timeout_of
-from lightning_accel.ops.bounds import require_at_least
+from lightning_accel.ops.bounds import require_integers
 from lightning_accel.strategies.batch_samplers import distribute_sampler
 from lightning_accel.strategies.checkpoints.agreement import Agreement
 from lightning_accel.strategies.checkpoints.atomic import (
@@ -65,7 +65,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def __init__(self, local_folder: str | Path | None = None, keep_local: int = 2) -> None:
         super().__init__()
-        require_at_least(1, keep_local=keep_local)
+        require_integers(1, keep_local=keep_local)
         self.copies = None if local_folder is None else LocalCopies(local_folder, keep_local)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:

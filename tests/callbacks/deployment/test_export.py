@@ -438,6 +438,17 @@ def test_what_cannot_be_traced_is_refused_before_training(tmp_path):
         fit(Chooses(), [Export()], tmp_path)
 
 
+class Rows(L.LightningDataModule):
+    def __init__(self, batch_size, drop_last=False):
+        super().__init__()
+        self.loader = DataLoader(ROWS, batch_size, drop_last=drop_last)
+
+    def train_dataloader(self):
+        return self.loader
+
+    val_dataloader = train_dataloader
+
+
 class Pools(Own):
     """Takes the number of groups beside the group of each row, as code for graphs does."""
 
@@ -453,15 +464,84 @@ class Pools(Own):
 
 
 def test_numbers_that_differ_between_calls_are_refused_or_told_of_before_training(tmp_path):
+    data = Rows(8)
     with pytest.raises(ExportError, match=r"num_groups is 8 and 4 in its calls, and a file holds .* as a constant"):
         fit(Pools(), [Export()], tmp_path)
-    with pytest.raises(ValueError, match="backend='pt2e' needs a graph of Pools, and num_groups is 5 and 2 in"):
-        fit(Pools(), [Quantization(backend="pt2e")], tmp_path)
+    with pytest.raises(ValueError, match="backend='pt2e' needs a graph of Pools, and num_groups is 8 and 4 in"):
+        fit(Pools(), [Quantization(backend="pt2e")], tmp_path, data)
     with (
-        pytest.warns(UserWarning, match="no form of Pools for ONNX Runtime or PT2E: num_groups is 5 and 2"),
+        pytest.warns(UserWarning, match="no form of Pools for ONNX Runtime or PT2E: num_groups is 8 and 4"),
         pytest.raises(AssertionError, match="training has begun"),
     ):
-        fit(Pools(), [Quantization()], tmp_path)
+        fit(Pools(), [Quantization()], tmp_path, data)
+
+
+class Late(Own):
+    """Passes a number that differs from the third batch on."""
+
+    def forward(self, x, factor):
+        return factor * self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self(batch[0], 1), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", self(batch[0], 1 if batch_idx < 2 else 2).sum())
+
+
+def test_a_file_that_fails_in_validation_is_told_and_takes_no_default_of_its_own(tmp_path):
+    callback = Export(filename="late", compare=False)
+    with pytest.warns(
+        UserWarning, match=r"late\.pt2 fails in validation: ValueError: .* with factor=1, which is fixed"
+    ):
+        fit(Late(), [callback], tmp_path)
+    file = load_compressed(callback.exported.path)
+    assert file(torch.zeros(2, 6), 1).shape == (2, 3)
+    with pytest.raises(TypeError, match=r"was exported with factor=1, which forward requires; pass what it was"):
+        file(torch.zeros(2, 6))
+
+
+class Fixed(Own):
+    """Takes batches of eight rows alone."""
+
+    def forward(self, x):
+        return self.net(x).view(8, -1)
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", self(batch[0]).sum())
+
+
+def test_batches_of_one_size_are_exported_where_loaders_give_no_other(tmp_path):
+    callback = Export(compare=False)
+    fit(Fixed(), [callback], tmp_path, Rows(8, drop_last=True))
+    assert load_compressed(callback.exported.path)(torch.zeros(8, 6)).shape == (8, 3)
+
+
+def test_a_loader_without_a_batch_is_told_before_training(tmp_path):
+    message = r"validation gives no batch: it has 20 samples in batches of 21 and drop_last=True\. Lower"
+    with pytest.raises(ValueError, match=message):
+        fit(Own(), [Export()], tmp_path, Rows(21, drop_last=True))
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["a", "b"], "name the 3 classes that Sequential has scores of; got 2, a, b"),
+        (["a", "a", "b"], "name each class once"),
+    ],
+)
+def test_class_names_are_as_many_as_classes(names, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        fit(Own(), [Export(class_names=names)], tmp_path)
+
+
+@pytest.mark.parametrize("name", ["", " ", ".", "a/..", "a\0b", 250 * "a"])
+def test_names_that_no_file_can_have_are_refused_at_once(name):
+    with pytest.raises(ValueError, match="filename must be the path of a file, such as 'model'; got"):
+        Export(filename=name)
 
 
 def check_export(rank, folder, strategy):

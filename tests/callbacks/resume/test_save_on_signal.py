@@ -80,7 +80,7 @@ def test_a_run_in_a_thread_says_that_signals_do_not_reach_it(tmp_path):
     ("options", "message"),
     [
         ({"every_n_steps": 0}, "every_n_steps must be at least 1; got 0"),
-        ({"stop_signals": ("USR1",)}, "names of signals, such as SIGUSR1; got 'USR1'"),
+        ({"stop_signals": ("USR1",)}, "such as SIGUSR1; got 'USR1'"),
     ],
 )
 def test_wrong_arguments_are_told(options, message):
