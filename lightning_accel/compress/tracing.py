@@ -38,7 +38,9 @@ def trace(
     failure: Exception | None = None
     for way in strict:
         try:
-            return torch.export.export(module, tuple(tensors), dynamic_shapes=shapes, strict=way)
+            # a trace marks dynamic dimensions of its inputs, and a later one with fixed sizes would read the marks
+            inputs = tuple(one.clone() for one in tensors)
+            return torch.export.export(module, inputs, dynamic_shapes=shapes, strict=way)
         except Exception as error:
             failure = failure or error
     assert failure is not None

@@ -520,6 +520,13 @@ def test_batches_of_one_size_are_exported_where_loaders_give_no_other(tmp_path):
     assert load_compressed(callback.exported.path)(torch.zeros(8, 6)).shape == (8, 3)
 
 
+@pytest.mark.slow
+def test_batches_of_one_size_are_quantized_where_loaders_give_no_other(tmp_path):
+    callback = Quantization("static", "onnxruntime", seconds=0.02)
+    fit(Fixed(), [callback], tmp_path, Rows(8, drop_last=True))
+    assert callback.result.run(torch.zeros(8, 6)).shape == (8, 3)
+
+
 def test_a_loader_without_a_batch_is_told_before_training(tmp_path):
     message = r"validation gives no batch: it has 20 samples in batches of 21 and drop_last=True\. Lower"
     with pytest.raises(ValueError, match=message):
