@@ -45,6 +45,7 @@ def test_all_options_are_known(command):
             assert result.status == 0, result.err
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_moe_digits_reaches_the_accuracy_it_promises(command, run_folder):
     path = next(path for path in CONFIGS if path.stem == "moe_digits")
@@ -98,6 +99,7 @@ def test_compress_lm_leaves_a_small_file_that_generates(command, run_folder):
     assert text.shape == (1, 15)
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "figure", "least", "most"), [
     pytest.param("rnn_digits", "test/accuracy", 0.975, 1, marks=pytest.mark.weekly),
@@ -128,6 +130,7 @@ def test_rbm_bars_comes_within_two_nats_of_larger_pictures(command):
     assert -108.14 - 2 < log_likelihood < -108.13
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fold", "options", "expected"),

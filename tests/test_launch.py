@@ -138,6 +138,8 @@ def whole(tmp_path_factory) -> dict:
     return end_of(folder)
 
 
+@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.weekly)])
 def test_a_killed_rank_is_started_again_and_goes_on(folder, whole, rank):
     launcher = torchrun(folder, "--ckpt_path=auto", "--model.pause=0.1", launcher=("--standalone", "--max-restarts=2"))

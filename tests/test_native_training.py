@@ -87,6 +87,8 @@ def test_a_compiler_that_fails(expected, tmp_path, compiler):
     assert not list((tmp_path / "cache").glob("*.so"))
 
 
+@pytest.mark.slow
+@pytest.mark.weekly
 def test_imports_build_nothing(tmp_path):
     packages = ("ops", "nn", "compress", "models", "callbacks", "strategies", "cli")
     code = ";".join(f"import lightning_accel.{package}" for package in packages)

@@ -163,6 +163,7 @@ def test_replaced_methods_are_listed():
     assert {path: names for path, names in found.items() if names} == listed
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_imports_leave_nothing_to_run_at_exit():
     """Torch, Lightning and others register functions of their own, so what counts is who registers."""

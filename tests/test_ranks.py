@@ -80,6 +80,7 @@ def test_failure_is_reported_and_the_next_call_works(check, said):
     assert [total for _, total in run_ranks(check_sum, 1)] == [3, 3]
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_a_hanging_rank_is_named():
     with pytest.raises(AssertionError, match="rank 0: no answer in 10 s"):

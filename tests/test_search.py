@@ -26,6 +26,8 @@ def search(script, folder, *options):
     return float(re.search(r"best val/accuracy: (\d\.\d+), with .*dropout", done.stdout)[1])
 
 
+@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     "script",
     ["optuna_search.py", *(pytest.param(name, marks=pytest.mark.weekly) for name in ("ray_tune.py", "ray_train.py"))],

@@ -375,6 +375,7 @@ def test_packages_are_hidden_only_while_open(monkeypatch):
     assert import_module("wave").Wave_read
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_help_imports_less_and_says_the_same():
     names = ("onnx", "onnxruntime", "pandas", "sklearn", "torch_geometric", "torchao")

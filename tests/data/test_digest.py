@@ -160,6 +160,7 @@ def test_the_same_data_elsewhere_are_accepted_and_an_older_checkpoint_is_too(wri
     copied.load_state_dict(state)
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_a_table_may_change_in_rows_that_only_test(tmp_path):
     """No row but those that train and validate is part of what was trained."""

@@ -352,6 +352,7 @@ class SleepingBranch(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_a_loop_and_a_branch_cost_what_they_are_planted_to(monkeypatch):
     monkeypatch.setattr(call_tree, "_SMALL_NS", 5 * call_tree._SMALL_NS)  # after a sleep, and on a slow machine
@@ -400,6 +401,7 @@ def test_files_of_callbacks_go_elsewhere(run_folder):
     assert all(run_folder not in folder.parents and folder != run_folder for folder in module.folders)
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_graph_breaks_of_a_compiled_part_are_counted():
     class Net(nn.Module):

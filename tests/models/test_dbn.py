@@ -580,6 +580,7 @@ def check_likelihood(rank, world_size):
     return float(one.stack.top.log_prob(rows).mean()), snapshot(one)
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_two_processes_learn_a_density_as_well_as_one():
     alone, _ = check_likelihood(0, 1)

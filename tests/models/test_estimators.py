@@ -140,6 +140,7 @@ def test_presets(bits, monkeypatch):
     assert [stage.lr for stage in stages[2:]] == [0.001, 0.001]
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_digits():
     x, y = load_digits(return_X_y=True)
@@ -196,6 +197,7 @@ def test_few_rows_are_gone_through_several_times(bits, monkeypatch):
     assert sum(counts) == 2 * 100
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_classes_and_layers():
     x = np.random.RandomState(0).rand(60, 5)

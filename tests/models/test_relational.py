@@ -541,6 +541,7 @@ def test_nodes_of_two_processes_train_as_those_of_one():
         torch.testing.assert_close(second[name], first[name], rtol=0, atol=0)
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_bfloat16_counts_triangles_as_well():
     """Sums over triples are float32 under autocast."""

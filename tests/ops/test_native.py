@@ -441,6 +441,7 @@ def test_the_environment_takes_no_other_word(cache, tmp_path, monkeypatch):
         NativeLibrary("native_word", sources(tmp_path / "src", "native_word")).serves(CPU)
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_a_namespace_is_registered_by_one_library(cache, tmp_path, compiler):
     folder = sources(tmp_path / "src", "native_owned")
@@ -509,6 +510,7 @@ def test_processes_that_build_at_once_share_one_build(cache, tmp_path, compiler)
     assert count.read_text().count("x") == 2  # compiled and linked once
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 @pytest.mark.parametrize("source", sorted(KERNELS.folder.glob("*.cu")), ids=lambda path: path.name)
 def test_cuda_sources_compile(source, tmp_path):

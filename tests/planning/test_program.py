@@ -176,6 +176,7 @@ def test_tensors_that_the_system_refuses():
         plan(made, SMALL)
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_pipelines_have_a_batch_for_all_stages():
     found = plan(run_of("dense", depth=4, dim=512), "2xL4-24GB", machines=2)

@@ -94,6 +94,7 @@ def test_pipelines(tmp_path):
     compare(tmp_path, [("dense", "two pipelines")], 4)
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_all_on_two_processes(tmp_path):
     strategies = ("ddp", "sharded", "checkpointing")
@@ -478,6 +479,7 @@ def simulate_four_billion_weights(machines, folder):
     return found, cluster.size, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 @pytest.mark.parametrize("machines", [1, 128])
 def test_a_model_of_four_billion_weights_on_a_thousand_processes(tmp_path, machines):

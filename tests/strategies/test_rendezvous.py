@@ -78,6 +78,7 @@ def test_a_process_leaves_its_group_at_exit_once_a_run_began(monkeypatch, enviro
     assert not dist.is_initialized()
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",

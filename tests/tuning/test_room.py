@@ -207,6 +207,7 @@ def test_a_planned_step_needs_as_much_as_one_that_trains(tmp_path, server):
     assert ranks > 2 * found[1]  # buckets of gradients
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_a_step_of_a_config_is_planned(tmp_path, server):
     arguments = ["--model=MoEClassifier", "--data=DigitsDataModule", "--trainer.accelerator=cpu"]

@@ -40,6 +40,8 @@ def any_server(request):
     return None if request.param == "new" else request.getfixturevalue("server")
 
 
+@pytest.mark.slow
+@pytest.mark.weekly
 def test_turns_freeze_all_processes(tmp_path, any_server):
     variant = Variant(project_of(foreign_run.works), Changes(), tmp_path / "trial", any_server)
     variant.start()
@@ -67,6 +69,8 @@ def test_turns_freeze_all_processes(tmp_path, any_server):
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
+@pytest.mark.slow
+@pytest.mark.weekly
 def test_processes_are_forked_where_a_thousand_files_are_open(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= hard < 2048:
@@ -184,6 +188,8 @@ def test_nothing_frozen_stays_behind_when_the_caller_is_killed(tmp_path, any_ser
         time.sleep(0.1)
 
 
+@pytest.mark.slow
+@pytest.mark.weekly
 def test_losses_of_a_variant_are_those_of_the_run(tmp_path, server):
     project = project_of(foreign_run.works)
 
@@ -283,6 +289,8 @@ def test_ranks_may_hold_shards_in_place_of_whole_parameters(tmp_path, server):
     assert json.loads((tmp_path / "sharded/seed_0/facts.json").read_text())["strategy"] == "sharded"
 
 
+@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_run_that_cannot_start_is_one_message(command, run_folder):
     (run_folder / "run.yaml").write_text("model: no_such_file.Net\ntrainer: {accelerator: cpu}\n")
     done = command("tune", "--config", "run.yaml", "--budget", "2m")

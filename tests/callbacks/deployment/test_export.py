@@ -596,6 +596,7 @@ def test_a_failure_of_the_first_process_ends_no_fit_and_is_one_of_all_before_it(
     assert own[2] in other[2]
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_compiled_and_bfloat16_stand_beside(tmp_path):
     callback = Export()

@@ -17,6 +17,7 @@ def small_form():
     return module, Form("fp32 eager", module, export(module, [call])), [call]
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",

@@ -138,6 +138,7 @@ def test_batches_of_graphs_are_measured_whole(tmp_path, caplog):
     assert any(line.startswith("compression report: measures 2 forms at batch 7, 0.02 s each") for line in told)
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_compiled_forms_are_measured_too(tmp_path):
     seen = CompressionReport(seconds=0.02)

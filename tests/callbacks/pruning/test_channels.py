@@ -327,6 +327,7 @@ def test_sharded_parameters_are_refused():
     run_ranks(check_refusal)
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_processes_that_hand_nothing_back_are_refused():
     reason = "channels cannot be removed in processes that are spawned or forked"

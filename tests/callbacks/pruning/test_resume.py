@@ -177,6 +177,7 @@ def test_every_process_goes_on(tmp_path, name, kinds, steps):
     run_ranks(check_resumed, tmp_path, name, kinds, steps)
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_every_kind_goes_on_under_fsdp2(tmp_path):
     run_ranks(check_resumed, tmp_path, "accel_fsdp2", [*KINDS], [4, 9])

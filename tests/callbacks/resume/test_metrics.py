@@ -237,6 +237,7 @@ def check_ranks(rank, folder):
         check(folder / moment, MOMENTS[moment](), **options)
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_figures_of_several_processes(tmp_path):
     run_ranks(check_ranks, tmp_path)

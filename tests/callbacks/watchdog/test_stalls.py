@@ -149,6 +149,7 @@ L.Trainer(callbacks=[Watchdog(timeout=0.5, on_hang="end")], **QUIET).fit(Line(),
 """
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_ends_a_process_that_hangs_with_the_stacks_of_its_threads():
     done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=120)

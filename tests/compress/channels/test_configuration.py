@@ -163,6 +163,7 @@ def test_a_head_with_a_weight_of_its_own_is_not_tied(tmp_path):
     assert_read_back(model, {"input_ids": tokens}, tmp_path)
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_folders_are_read_without_this_package(tmp_path):
     pytest.importorskip("peft")

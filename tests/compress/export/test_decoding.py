@@ -200,6 +200,8 @@ def test_quantized_decoders(tmp_path, uncompiled):
     torch.testing.assert_close(loaded(*calls[1][0]).logits, decoder(*calls[1][0]).logits, atol=0.05, rtol=0.2)
 
 
+@pytest.mark.slow
+@pytest.mark.weekly
 @SLOW
 @pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.weekly), "ours"])
 def test_compiled_once_for_prompts_of_all_lengths(name, written, monkeypatch):
@@ -283,6 +285,8 @@ def test_forms_made_of_single_texts_take_several(tmp_path):
     assert loaded.generate(prompts(), 2, temperature=0).shape == (3, prompts().shape[1] + 2)
 
 
+@pytest.mark.slow
+@pytest.mark.weekly
 @SLOW
 def test_forms_that_were_refused_for_the_model_are_not_made_of_its_decoder():
     pytest.importorskip("onnxruntime")

@@ -82,6 +82,7 @@ class TestFiles:
         self.check(module, [module.call(4, 6, 1), module.call(4, 5, 1)], tmp_path / "m.pt2", "pt2")
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_programs_load_without_layers(tmp_path):
     module = Steps("lstm").eval()

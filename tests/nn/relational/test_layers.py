@@ -523,6 +523,7 @@ def test_deep_stack_with_normalisation_trains():
     assert losses[-1] < 0.05 * losses[0], losses
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "typed", [pytest.param(False, id="plain"), pytest.param(True, id="typed", marks=pytest.mark.weekly)]

@@ -485,6 +485,7 @@ def test_a_process_that_fails_says_so_at_once():
         run_ranks(check_failure)
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_processes_started_by_fork_hand_the_weights_back(tmp_path):
     script = tmp_path / "script.py"
