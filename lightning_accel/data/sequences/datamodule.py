@@ -258,16 +258,14 @@ class SequenceDataModule(L.LightningDataModule):
         steps = f"tokens below {self.vocab_size}"
         if self.feature_names is not None:
             steps = f"features of a step: {listed(self.feature_names, 10)}"
-        length = empty = ""
+        length = ""
         if lengths is not None:
             shortest, longest = int(lengths.min()), int(lengths.max())
             length = f", of {shortest} to {longest} steps" if shortest < longest else f", of {longest} steps"
-            empty = f", {num_empty} of them without steps" if (num_empty := int((lengths == 0).sum())) else ""
         rank_zero_info(
             f"{self.path}: {target}; {steps}; "
             + "{:,} sequences train, {:,} validate, {:,} test".format(*num_sequences)
             + length
-            + empty
             + ("" if self.predict_path is None else f"; predict_path: {self.predict_path}")
         )
 

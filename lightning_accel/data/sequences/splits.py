@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_accel.data.digest import digest_of
@@ -150,6 +151,11 @@ def digit_pixels(rows_at_once: bool, permuted: bool = False) -> SequenceDataset:
 def file_splits(path: Path, layout: SequenceLayout, shares: tuple[float, float], seed: int) -> SequenceSplits:
     """Read and split the sequences of a file, its values standardized over the training steps."""
     read = read_sequences(path, layout)
+    if empty := int((read.lengths == 0).sum()):
+        rank_zero_warn(
+            f"{empty} of {len(read.lengths)} sequences of {path} have no steps, so that they all get one prediction; "
+            "leave them out, unless that is meant"
+        )
     target, labels, classes = _encode_target(read, layout, path)
     stratify = target.numpy() if layout.target_kind == "classification" and target is not None else None
     train, val, test = split_in_three(stratify, len(read.lengths), shares, seed, path)
@@ -165,7 +171,7 @@ def file_splits(path: Path, layout: SequenceLayout, shares: tuple[float, float],
     else:
         splits.feature_names, splits.mean, splits.std = read.names, mean, std
         splits.lowest, splits.highest = fitted.min(axis=0), fitted.max(axis=0)
-        for name, values in zip(read.names, fitted.T, strict=True):
+        for name, values in zip(read.names, read.steps.T, strict=True):
             warn_of_code(pd.Series(values, name=name), path, "fill it, or leave those steps out")
     return splits
 

@@ -22,7 +22,7 @@ _FEWEST_OF_CLASS = 10
 _FEWEST_REPEATS = 0.01  # share of the rows
 _CODES = -99.0, -999.0, -9999.0, -99999.0  # as people write missing values
 _FEWEST_MARKED = 5  # values with a mark that may be one of thousands
-MOST_VERSIONS = 10_000  # rows that are looked at
+MOST_TEXTS = 10_000  # rows that are looked at
 _FEWEST_DATES = 20  # different ones, each a feature
 _DAY, _MONTH, _TIME = r"(0?[1-9]|[12]\d|3[01])", r"(0?[1-9]|1[0-2])", r"([T ]+\d\d?:\d\d.*)?"
 _DAY_OR_MONTH_FIRST = rf"({_DAY}[-/.]{_MONTH}|{_MONTH}[-/.]{_DAY})[-/.]\d{{4}}"
@@ -42,7 +42,7 @@ def doubts_of_columns(
         quantity: the target, if it is a quantity.
     """
     if quantity is not None:
-        yield from _doubt_of_code(quantity, path, "remove those rows, or predict them with predict_path")
+        yield from doubts_of_code(quantity, path, "remove those rows, or predict them with predict_path")
     trains = features.iloc[train]
     if constant := [name for name in features if trains[name].nunique(dropna=False) == 1]:
         yield (
@@ -61,7 +61,7 @@ def doubts_of_columns(
         else:
             in_one_file = "set csv.missing, as by --data.csv.missing={code:g}"
             remedy = "write null in the files" if is_sharded(path) else in_one_file
-            yield from _doubt_of_code(features[name], path, remedy)
+            yield from doubts_of_code(features[name], path, remedy)
 
 
 def doubts_of_classes(labels: np.ndarray, names: Sequence[str], path: str | Path) -> Iterator[str]:
@@ -151,11 +151,31 @@ def may_be_versions(numbers: pd.Series) -> bool:
     """Return whether a column has fractions of at most two digits, and no number that is whole."""
     if numbers.dtype != np.float64:
         return False
-    hundredths = 100 * numbers.dropna().to_numpy()[:MOST_VERSIONS]
+    hundredths = 100 * numbers.dropna().to_numpy()[:MOST_TEXTS]
     if not np.isfinite(hundredths).all():
         return False
     whole = hundredths.round()
     return bool(np.allclose(hundredths, whole, rtol=0, atol=1e-6) and (whole % 100 != 0).all())
+
+
+def warn_of_leading_zeros(texts: pd.Series, path: Path) -> None:
+    """Warn of a column of numbers of three digits and more that begin with 0, as postal codes do."""
+    present = texts.dropna().str.strip()
+    leading = present[present.str.fullmatch(r"0\d{2,}")]
+    if len(leading) and present.str.fullmatch(r"\d+").all():
+        first = leading.iloc[0]
+        rank_zero_warn(
+            f"column {shown(texts.name)} of {path} holds {shown(first)}, read as {int(first)}. If these are codes, as "
+            "postal ones are, list the column under categorical"
+        )
+
+
+def may_have_leading_zeros(numbers: pd.Series) -> bool:
+    """Return whether a column has whole numbers from 0 on alone, some of three digits."""
+    if numbers.dtype.kind not in "iuf":
+        return False
+    present = numbers.dropna()
+    return bool(len(present) and (present % 1 == 0).all() and present.min() >= 0 and present.max() >= 100)
 
 
 def warn_of_new_numbers(features: pd.DataFrame, train: pd.DataFrame, path: Path) -> None:
@@ -186,11 +206,11 @@ def warn_of_new_range(new: pd.Series, low: float, high: float, path: Path) -> No
 
 def warn_of_code(column: pd.Series, path: Path, remedy: str) -> None:
     """Warn of a number that may stand for missing values; ``remedy`` may have a field ``code``."""
-    for doubt in _doubt_of_code(column, path, remedy):
+    for doubt in doubts_of_code(column, path, remedy):
         rank_zero_warn(doubt)
 
 
-def _doubt_of_code(column: pd.Series, path: str | Path, remedy: str) -> Iterator[str]:
+def doubts_of_code(column: pd.Series, path: str | Path, remedy: str) -> Iterator[str]:
     numbers = column.to_numpy()
     if len(numbers) > _FEWEST_ROWS and (code := _far_value(numbers[~np.isnan(numbers)])) is not None:
         yield (
@@ -207,7 +227,7 @@ def _counts_rows(numbers: np.ndarray) -> bool:
 
 
 def _far_value(numbers: np.ndarray) -> float | None:
-    """Return a least or largest number that repeats, far from all others.
+    """Return a least or largest whole number that repeats, far from all others.
 
     A number is far at 10 interquartile ranges of the others. At any distance below others that are not negative, two of
     -99 suffice, and one of -999, -9999 and -99999, which need not repeat.
@@ -221,7 +241,7 @@ def _far_value(numbers: np.ndarray) -> float | None:
     for extreme in (numbers.min(initial=np.inf), numbers.max(initial=-np.inf)):
         is_extreme = numbers == extreme
         others = numbers[~is_extreme]
-        if not len(others):
+        if not len(others) or extreme % 1:
             continue
         if extreme in _CODES and others.min() >= 0 and is_extreme.sum() >= (2 if extreme == _CODES[0] else 1):
             return float(extreme)

@@ -50,7 +50,7 @@ from lightning_accel.data.tables.sharded import ShardedTable, new_category_messa
 from lightning_accel.data.tables.statistics import Target
 from lightning_accel.ops.bounds import require_integers
 from lightning_accel.ops.extras import import_on_use
-from lightning_accel.ops.names import list_of_names
+from lightning_accel.ops.names import list_of_names, require_one_of
 from lightning_accel.ops.options import read_options
 from lightning_accel.ops.renames import renamed_arguments
 
@@ -71,7 +71,7 @@ class CSVFormat:
 
     Args:
         separator: separator of the fields.
-        decimal: character between a number's whole part and its fraction.
+        decimal: mark between a number's whole part and its fraction, ``.`` or ``,``.
         missing: texts that mean a missing value, in addition to the empty field, ``NA``, ``NaN``, ``None``, ``null``
             and the other defaults of pandas. A class needs another name than these.
         unlabeled: whether rows whose class is missing train, with the class -100; else they are an error. It is for
@@ -207,6 +207,7 @@ class TabularDataModule(InMemoryDataModule):
         if predict_path is not None and not self.is_sharded:
             self.predict_path = existing_file(predict_path)
         self.csv = read_options(CSVFormat, csv)
+        require_one_of("csv.decimal", self.csv.decimal, [".", ","])
         is_plain = self.csv == CSVFormat(missing=self.csv.missing) and not list_of_names(self.csv.missing)
         if self.is_sharded and not is_plain:
             raise ValueError(f"{path} is a folder or URL of files, on which csv has no effect; leave it out")
@@ -218,6 +219,8 @@ class TabularDataModule(InMemoryDataModule):
         self.target = target
         self.categorical = list_of_names(categorical)
         self.exclude = list_of_names(exclude)
+        if target in self.exclude:
+            raise ValueError(f"exclude names the target, {shown(target)}; leave it out there")
         self.group = group
         if group is not None and not isinstance(group, str):
             raise ValueError(f"group must be the name of one column; got {group!r}")

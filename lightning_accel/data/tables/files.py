@@ -19,10 +19,12 @@ from lightning_accel.data.bounds import allowed_bytes, require_allowed, require_
 from lightning_accel.data.quoting import cut, lacking_column, listed, shown
 from lightning_accel.data.shards.files import is_sharded
 from lightning_accel.data.tables.column_checks import (
-    MOST_VERSIONS,
+    MOST_TEXTS,
     are_dates,
     may_be_versions,
+    may_have_leading_zeros,
     may_have_thousands,
+    warn_of_leading_zeros,
     warn_of_thousands,
     warn_of_versions,
 )
@@ -112,12 +114,13 @@ def read_table(
                 texts = pd.read_csv(path, sep=separator, usecols=doubtful, dtype=str, index_col=False)
                 for column in doubtful:
                     warn_of_thousands(table[column], texts[column], path, decimal)
-            if doubtful := [column for column in table if may_be_versions(table[column])]:
-                texts = pd.read_csv(
-                    path, sep=separator, usecols=doubtful, dtype=str, index_col=False, nrows=MOST_VERSIONS
-                )
-                for column in doubtful:
-                    warn_of_versions(texts[column], path)
+            for may_be, warn in ((may_be_versions, warn_of_versions), (may_have_leading_zeros, warn_of_leading_zeros)):
+                if doubtful := [column for column in table if may_be(table[column])]:
+                    texts = pd.read_csv(
+                        path, sep=separator, usecols=doubtful, dtype=str, index_col=False, nrows=MOST_TEXTS
+                    )
+                    for column in doubtful:
+                        warn(texts[column], path)
     except pd.errors.EmptyDataError:
         raise ValueError(f"{path} is empty; a header and rows were needed") from None
     except (

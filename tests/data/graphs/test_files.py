@@ -85,11 +85,13 @@ def told(make, found, **options):
 
 
 def test_copies_of_training_graphs_and_graphs_without_nodes_are_told(make):
-    found = random_graphs()
+    found = random_graphs(leak=lambda y, node: node % 3)
     assert not told(make, found)
     (copies,) = told(make, [*found, *found])
     assert re.match(r"\d+ of the 36 graphs of .* that validate and test \(\d+%\) are copies of training graphs", copies)
-    assert not told(make, [{**line, "x": [[0, 0]] * 10, "edges": RING} for line in found])  # equal by design
+    assert not told(
+        make, [{**line, "x": [[node % 2, node % 2] for node in range(10)], "edges": RING} for line in found]
+    )  # equal by design
     (empty,) = told(make, [*found, {"edges": [], "num_nodes": 0, "x": [], "y": 0}])
     assert re.match("1 of 61 graphs of .* have no nodes, so that they all get one prediction", empty)
 
@@ -118,6 +120,20 @@ def test_one_hot_features_of_a_table_are_one_text(write):
     data = GraphDataModule(write("edges.csv", edges), layout=GraphLayout(nodes_path=write("nodes.csv", nodes)))
     with pytest.warns(UserWarning, match=r"tell the target .* kind\. If one"):
         data.setup()
+
+
+def test_edges_that_tell_the_target_constant_features_and_codes_are_told(make):
+    found = random_graphs(leak=lambda y, node: node % 3)
+    typed = [{**line, "edge_attr": [line["y"]] * len(line["edges"])} for line in found]
+    (of_edges,) = told(make, typed)
+    assert "class alone: edge_attr 0. If one" in of_edges
+    assert not told(make, [{**line, "edge_attr": [*range(len(line["edges"]))]} for line in found])
+    (constant,) = told(make, random_graphs())
+    assert re.match("features of nodes of .* that hold one value everywhere: x 1. Models learn", constant)
+    assert not told(make, [{**line, "x": [[1.0]] * 10} for line in found])  # nothing else is left
+    found[50]["x"][2][0] = -999.0
+    (code,) = told(make, found)
+    assert re.match("column 'x 0' of .* holds -999 in 1 of 600 rows", code)
 
 
 def test_a_missing_target_is_told_by_its_line(make):

@@ -16,6 +16,8 @@ from lightning_accel.data.sequences.dataset import SequenceDataset
 from lightning_accel.data.sequences.length_sampler import Chunk, LengthBatchSampler
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* sequences of .* have no steps:UserWarning")
+
 
 def lines_of_values(number=60):
     """Sequences of 0 to 5 steps of two features, each step with a number of its own; three classes."""
@@ -336,8 +338,26 @@ def test_a_run_tells_how_sequences_are_read(make, caplog):
     sizes = f"{len(data.train_rows)} sequences train, {len(data.val_rows)} validate, {len(data.test_rows)} test"
     assert caplog.messages == [
         f"{data.path}: target of {data.num_classes} classes, {', '.join(data.class_names)}; "
-        f"features of a step: values_0, values_1; {sizes}, of 0 to 5 steps, 10 of them without steps"
+        f"features of a step: values_0, values_1; {sizes}, of 0 to 5 steps"
     ]
+
+
+def test_sequences_without_steps_are_told(make):
+    with pytest.warns(
+        UserWarning, match=r"10 of 60 sequences of .* have no steps, so that they all get one prediction"
+    ):
+        make()
+
+
+def test_a_code_is_told_in_any_split(make):
+    lines = [
+        {**line, "values": [[abs(value) for value in step] for step in line["values"]]} for line in lines_of_values()
+    ]
+    for number in (1, 20, 40, 59):
+        found = [dict(line) for line in lines]
+        found[number] = {**found[number], "values": [[5.0, -999.0]]}
+        with pytest.warns(UserWarning, match=r"column 'values_1' of .* holds -999 in 1 of"):
+            make(found)
 
 
 def test_codes_for_missing_values_and_new_ranges_are_told(make, tmp_path):

@@ -709,6 +709,20 @@ def test_rows_of_persons_are_told_unless_they_are_grouped(make, table):
     assert warnings_of(make, frame.assign(key=range(180))) == []
 
 
+def test_numbers_that_begin_with_0_are_told(make, table):
+    codes = pd.Series([f"{number * 317 % 9000 + 100:05}" for number in range(60)])
+    with pytest.warns(UserWarning, match=r"column 'zip' of .* holds '00100', read as 100\. If these are codes"):
+        make(table.assign(zip=codes))
+    make(table.assign(month=[f"{row % 12 + 1:02}" for row in range(60)]))
+
+
+def test_the_target_is_not_excluded_and_decimals_have_a_mark(make, table):
+    with pytest.raises(ValueError, match="exclude names the target, 'kind'; leave it out there"):
+        make(table, exclude=["kind"])
+    with pytest.raises(ValueError, match=r"csv\.decimal must be one of \., ,; got ';'"):
+        make(table, csv=CSVFormat(decimal=";"))
+
+
 def test_classes_of_few_rows_are_told(make, table):
     (told,) = warnings_of(make, table.drop(range(48, 55)))
     assert "classes of fewer than 10 rows of" in told
