@@ -76,6 +76,8 @@ def find_excluded(module: nn.Module, exclude: Iterable[Exclusion], argument: str
     names = [*modules, *(clean_name(name) for name, _ in tensors)]
     found: dict[str, str] = {}
     for entry in list_of_names(exclude):
+        if not isinstance(entry, str | type):
+            raise TypeError(f"{argument} takes names, patterns and classes of modules; got {entry!r}")
         shown = entry if isinstance(entry, str) else entry.__name__
         roots = {name for name, part in modules.items() if _is_class_of(entry, part)}
         roots |= {name for name in names if isinstance(entry, str) and fnmatchcase(name, entry)}

@@ -177,7 +177,7 @@ def test_numpys_arguments_stay_out_of_the_checkpoint(build, run_folder):
 
 
 def test_sizes_that_are_no_whole_numbers_are_refused():
-    with pytest.raises(TypeError, match="float"):
+    with pytest.raises(TypeError, match=r"dim must be a whole number; got 8.5"):
         MoEClassifier(6, 3, dim=8.5)
 
 

@@ -30,7 +30,7 @@ from lightning_accel.callbacks.trainer_callbacks import callbacks_of, move_last
 from lightning_accel.compress.calls import Inputs, Run, device_of, smallest_call
 from lightning_accel.compress.export.decoding import CachedDecoder, tokens_of
 from lightning_accel.compress.export.loading import load_compressed
-from lightning_accel.compress.export.structure import named_tensors, restore, tensors_of
+from lightning_accel.compress.export.structure import named_tensors, numbers_of_call, restore, tensors_of
 from lightning_accel.compress.export.writing import (
     SUFFIXES,
     Exported,
@@ -178,10 +178,10 @@ class Export(L.Callback):
         raw = None if preprocess is None else _FileInputs(preprocess)
         options: dict[str, Any] = {"preprocess": preprocess, "postprocess": self.postprocess}
         format: Format = "pt2" if self.format == "auto" else self.format
+        self._require_class_names(deployed)
         try:
             deployed = self._with_cache(deployed)
             inputs = deployed.inputs if raw is None else [raw.from_call(call) for call in deployed.inputs]
-            self._require_class_names(deployed)
             specs = try_export(deployed.module, inputs, format, dynamic=self.dynamic, **options)
         except (TypeError, ValueError, ExportError) as error:
             # with a cache, the error names the language model within, if there is one
@@ -190,6 +190,12 @@ class Export(L.Callback):
         fixed = [one["name"] for one in specs if one["dtype"].startswith("int") and _is_fixed_length(one["shape"])]
         if fixed and self.dynamic:
             rank_zero_info(f"the file that Export writes will take {', '.join(fixed)} of the length of now alone")
+        if constants := numbers_of_call(deployed.module.forward, inputs[0]):
+            known = ", ".join(f"{name}={value!r}" for name, value in constants.items())
+            rank_zero_warn(
+                f"the file that Export writes will hold {known} as a constant, for all its inputs, since forward takes "
+                "it as a Python number. Unless it is one setting of the model, let forward take it from its tensors"
+            )
 
     def _require_class_names(self, deployed: Deployed) -> None:
         """Raise a ValueError if there are other class names than scores."""

@@ -157,6 +157,8 @@ class Quantization(L.Callback):
             raise ValueError(f"mode='qat' is converted by backend 'pt2e' or 'onnxruntime'; got {backend!r}")
         if monitor_mode not in ("max", "min"):
             raise ValueError(f"monitor_mode must be 'max' or 'min'; got {monitor_mode!r}")
+        if monitor is not None and (not isinstance(monitor, str) or not monitor):
+            raise ValueError(f"monitor must be the name of a metric, such as 'val/accuracy'; got {monitor!r}")
         if max_drop is not None and monitor is None:
             raise ValueError("max_drop needs monitor, the figure of validation that may drop, such as 'val/accuracy'")
         if monitor == PERPLEXITY and monitor_mode == "max":

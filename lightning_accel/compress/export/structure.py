@@ -133,6 +133,19 @@ def has_no_default(function: Any, name: str) -> bool:
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
+def numbers_of_call(function: Any, call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> dict[str, int | float]:
+    """Return the Python numbers of a call that ``function`` requires, by name.
+
+    >>> numbers_of_call(lambda x, num_graphs, power=2: None, ((torch.ones(2), 3), {"power": 4}))
+    {'num_graphs': 3}
+    """
+    return {
+        name: value
+        for name, value in bind(function, *call).items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and has_no_default(function, name)
+    }
+
+
 def sort_keywords(
     function: Any, call: tuple[tuple[Any, ...], Mapping[str, Any]]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -37,9 +37,10 @@ class RelationalOrder3Pooling(nn.Module):
     - ``"edge"`` (1): ``p_i p_j q_k``, where k is adjacent to neither i nor j
     - ``"empty"`` (0): ``r_i r_j r_k``
 
-    The sums are exact, without sampling, and cost O((N + M + triangles) R) for all C(N, 3) subsets. The sums of the
-    types, in the order of ``types``, pass through a linear layer without a bias, so the output is zero for a graph
-    without such subsets, including an empty graph. The output does not depend on the order of nodes.
+    The rows of the linear map ``terms.maps`` are, R each, a; b and c; p and q; and r, for the types in their order. The
+    sums are exact, without sampling, and cost O((N + M + triangles) R) for all C(N, 3) subsets. The sums of the types,
+    in the order of ``types``, pass through a linear layer without a bias, so the output is zero for a graph without
+    such subsets, including an empty graph. The output does not depend on the order of nodes.
 
     The layer distinguishes graphs that differ in these counts, such as two triangles and a hexagon, which message
     passing (1-WL) cannot; it does not distinguish strongly regular graphs with equal parameters, such as the rook's

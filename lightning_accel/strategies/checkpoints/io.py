@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_accel._private.lightning import saves_sharded, timeout_of
 from lightning_accel.ops.bounds import require_integers
+from lightning_accel.ops.names import list_of_names
 from lightning_accel.strategies.batch_samplers import distribute_sampler
 from lightning_accel.strategies.checkpoints.agreement import Agreement
 from lightning_accel.strategies.checkpoints.atomic import (
@@ -302,6 +303,9 @@ def newest_checkpoint(
         copies: local copies of what stores hold, ``AtomicCheckpointIO(local_folder=...).copies``; those whose upload
             was cut off are taken into account.
 
+    Raises:
+        ValueError: if a folder has no name, as an empty variable gives.
+
     Example:
         >>> import lightning as L
         >>> from lightning_accel.strategies import newest_checkpoint
@@ -311,7 +315,9 @@ def newest_checkpoint(
         True
     """
     found: list[tuple[float, str | Path]] = []
-    for place in [places] if isinstance(places, str | Path) else places:
+    for place in list_of_names([places] if isinstance(places, str | Path) else places):
+        if not str(place).strip():
+            raise ValueError(f"newest_checkpoint needs a folder, such as 'runs/digits'; got {place!r}")
         if is_remote(place):
             found += complete_checkpoints(str(place))
             local = [] if copies is None else [*copies.not_uploaded(str(place))]

@@ -491,8 +491,9 @@ class Late(Own):
 
 def test_a_file_that_fails_in_validation_is_told_and_takes_no_default_of_its_own(tmp_path):
     callback = Export(filename="late", compare=False)
-    with pytest.warns(
-        UserWarning, match=r"late\.pt2 fails in validation: ValueError: .* with factor=1, which is fixed"
+    with (
+        pytest.warns(UserWarning, match="will hold factor=1 as a constant, for all its inputs"),
+        pytest.warns(UserWarning, match=r"late\.pt2 fails in validation: ValueError: .* with factor=1, which is fixed"),
     ):
         fit(Late(), [callback], tmp_path)
     file = load_compressed(callback.exported.path)
