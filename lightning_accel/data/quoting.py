@@ -49,8 +49,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {shown(in_lower_case[near[0]])}?" if near else "."
 
 
-def lacking_column(name: str, columns: Sequence[str], is_target: bool = False) -> str:
-    """Return what a message about a file says of a column that it lacks.
+def lacking_column(name: str, columns: Sequence[str], is_target: bool = False, option: str = "") -> str:
+    """Return what a message about a file says of a column that it lacks, and that an option names.
 
     >>> lacking_column("x,y", ["x", "y", "z"])
     "has no column 'x,y'; write several names as a list, '[x, y]'. Its columns: x, y, z"
@@ -60,7 +60,8 @@ def lacking_column(name: str, columns: Sequence[str], is_target: bool = False) -
     parts = [part.strip() for part in name.split(",")]
     if len(parts) > 1 and any(part in columns for part in parts):
         hint = f"; write several names as a list, '[{', '.join(parts)}]'."
-    return f"has no column {shown(name)}{hint} Its columns: {listed(columns)}{remedy}"
+    named = f", which {option} names" if option else ""
+    return f"has no column {shown(name)}{named}{hint} Its columns: {listed(columns)}{remedy}"
 
 
 def cut(name: object, most: int = 60) -> str:

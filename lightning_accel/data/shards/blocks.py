@@ -82,11 +82,14 @@ class Blocks:
         parts = {name: getattr(self, name)[chosen] for name in _ARRAYS}
         return replace(self, **parts)
 
-    def require_columns(self, names: Sequence[str], targets: Sequence[str] = ()) -> None:
-        """Raise a ValueError if a column is lacking, which names ``predict_path`` if it is one of the ``targets``."""
+    def require_columns(self, names: Sequence[str], targets: Sequence[str] = (), option: str = "") -> None:
+        """Raise a ValueError if a column is lacking that an option names.
+
+        The message names ``predict_path`` if the column is one of the ``targets``.
+        """
         for name in names:
             if name not in self.schema.names:
-                found = lacking_column(name, self.schema.names, is_target=name in targets)
+                found = lacking_column(name, self.schema.names, is_target=name in targets, option=option)
                 raise ValueError(f"{self.files.shown_path(0)} {found}")
 
     def digest(self) -> str:

@@ -264,7 +264,10 @@ class TabularDataModule(InMemoryDataModule):
         kept = [self.target, *self._no_features]
         as_written = [*self._no_features, *([] if self._is_quantity else [self.target])]
         table = self._read(self.path, [*as_written, *self.categorical])
-        require_columns(table, [*kept, *self.categorical], self.path, [self.target])
+        require_columns(table, [self.target], self.path, [self.target])
+        groups = [] if self.group is None else [self.group]
+        for option, names in (("exclude", self.exclude), ("group", groups), ("categorical", self.categorical)):
+            require_columns(table, names, self.path, option=option)
         labels = self._read_target(table[self.target], self.path)
         train, val, test = self._split(labels, self.path, table)
         if self._is_quantity:

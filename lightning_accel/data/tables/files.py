@@ -202,13 +202,18 @@ def regular_file(path: str | Path) -> Path:
     return path
 
 
-def require_columns(table: pd.DataFrame, needed: Sequence[str], path: Path, targets: Sequence[str] = ()) -> None:
-    """Raise a ValueError if a column is lacking, which names ``predict_path`` if it is one of the ``targets``."""
+def require_columns(
+    table: pd.DataFrame, needed: Sequence[str], path: Path, targets: Sequence[str] = (), option: str = ""
+) -> None:
+    """Raise a ValueError if a column is lacking that an option names.
+
+    The message names ``predict_path`` if the column is one of the ``targets``.
+    """
     columns = list(table.columns)
     for name in needed:
         if name in columns:
             continue
-        found = lacking_column(name, columns, is_target=name in targets)
+        found = lacking_column(name, columns, is_target=name in targets, option=option)
         if len(columns) == 1 and path.suffix.lower() != ".parquet":
             found += (
                 ". There is one column only: separate the fields by commas, semicolons, tabs or |; TabularDataModule "

@@ -78,7 +78,9 @@ class ShardedTable:
         self.target = target
         self.exclude = exclude
         blocks = find_blocks(location, Path(options.cache_dir))
-        blocks.require_columns([target.name, *categorical, *exclude], [target.name])
+        blocks.require_columns([target.name], [target.name])
+        blocks.require_columns(categorical, option="categorical")
+        blocks.require_columns(exclude, option="exclude or group")
         features = [name for name in blocks.schema.names if name != target.name and name not in exclude]
         if not features:
             raise ValueError(

@@ -541,9 +541,13 @@ def test_only_rows_of_the_test_split_may_change_after_a_checkpoint(make, table):
         (
             "kind,width\noak,1\n",
             {"exclude": ["kin"]},
-            r"no column 'kin'; did you mean 'kind'\? Its columns: kind, width$",
+            r"no column 'kin', which exclude names; did you mean 'kind'\? Its columns: kind, width$",
         ),
-        ("kind,width\noak,1\n", {"exclude": "kind,width"}, r"'kind,width'; write several .* '\[kind, width\]'\."),
+        (
+            "kind,width\noak,1\n",
+            {"exclude": "kind,width"},
+            r"'kind,width', which exclude names; write several .* '\[kind, width\]'\.",
+        ),
         (
             "kind,x\n" + "".join(f"{i / 8},1\n" for i in range(21)) * 3,
             {},
@@ -687,7 +691,7 @@ def test_rows_of_a_group_stay_together(make, table, target):
         ),
         (["a", "b"] * 30, {"group": "kind"}, "group='kind' is the target"),
         (["a", "b"] * 30, {"csv": CSVFormat(unlabeled=["x"])}, "no effect on rows of unknown class"),
-        (["a", "b"] * 30, {"group": "gardens"}, "has no column 'gardens'; did you mean 'garden'"),
+        (["a", "b"] * 30, {"group": "gardens"}, "has no column 'gardens', which group names; did you mean 'garden'"),
     ],
 )
 def test_groups_that_cannot_split_are_refused(make, table, garden, options, message):

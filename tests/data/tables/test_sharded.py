@@ -295,7 +295,7 @@ def changed(flowers, **columns):
     ("columns", "options", "message"),
     [
         ({}, {"target": "specie"}, r"no column 'specie'; did you mean 'species'\?"),
-        ({}, {"exclude": ["lenght"]}, r"no column 'lenght'; did you mean 'length'\?"),
+        ({}, {"exclude": ["lenght"]}, r"no column 'lenght', which exclude or group names; did you mean 'length'\?"),
         (
             {"length": [np.inf] * 400},
             {},
