@@ -335,6 +335,8 @@ def test_wrong_checkpoint(command, run_folder, checkpoints):
 
 
 def test_an_error_of_one_class_in_a_list_is_shown(command, run_folder, monkeypatch):
+    logger = "--trainer.logger=TensorBoardLogger", "--trainer.logger.save_dir=."
+    command("fit", "--model=Classifier", *logger, "--print_config")  # its options, which are found once, are as always
     monkeypatch.setattr("lightning.pytorch.loggers.tensorboard._TENSORBOARD_AVAILABLE", False)
     monkeypatch.setattr("lightning.fabric.loggers.tensorboard._TENSORBOARD_AVAILABLE", False)
     monkeypatch.setattr("lightning.fabric.loggers.tensorboard._TENSORBOARDX_AVAILABLE", False)
