@@ -93,6 +93,8 @@ class RestoringEarlyStopping(LightningEarlyStopping):
         if not isinstance(monitor, str) or not monitor:
             raise ValueError(f"monitor must be the name of a metric, such as 'val/loss'; got {monitor!r}")
         require_at_least(0, min_delta=min_delta)
+        if math.isinf(min_delta):
+            raise ValueError(f"min_delta must be finite, else nothing is an improvement; got {min_delta}")
         require_at_least(-math.inf, stopping_threshold=stopping_threshold, divergence_threshold=divergence_threshold)
         require_flags(check_finite=check_finite, restore_best=restore_best, strict=strict)
         require_integers(1, patience=patience, smooth_over=smooth_over)

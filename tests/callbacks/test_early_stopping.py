@@ -1,6 +1,7 @@
 """Scripted figures, so that what should happen is known; a weight that counts steps tells what is put back."""
 
 import copy
+import math
 import warnings
 from functools import partial
 from types import MethodType
@@ -352,6 +353,7 @@ def test_what_cannot_work_is_refused():
     for options, message in [
         ({"mode": "maximum"}, "mode must be 'min' or 'max'; got 'maximum'"),
         ({"min_delta": -0.1}, "min_delta must be at least 0; got -0.1"),
+        ({"min_delta": math.inf}, "min_delta must be finite"),
         ({"patience": 0}, "patience must be at least 1; got 0"),
         ({"smooth_over": 0}, "smooth_over must be at least 1; got 0"),
     ]:

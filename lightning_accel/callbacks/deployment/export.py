@@ -8,6 +8,7 @@ from tempfile import TemporaryFile
 from typing import Any, Literal, get_args
 
 import lightning as L
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
@@ -197,13 +198,14 @@ class Export(L.Callback):
                 "it as a Python number. Unless it is one setting of the model, let forward take it from its tensors"
             )
 
+    @torch.no_grad()
     def _require_class_names(self, deployed: Deployed) -> None:
         """Raise a ValueError if there are other class names than scores."""
+        if self.class_names is None:
+            return
         args, kwargs = deployed.inputs[0]
         scores = next(iter(tensors_of(deployed.module(*args, **kwargs))), None)
-        if self.class_names is None or scores is None or scores.dim() != 2:
-            return
-        if scores.shape[1] != len(self.class_names):
+        if scores is not None and scores.dim() == 2 and scores.shape[1] != len(self.class_names):
             raise ValueError(
                 f"class_names must name the {scores.shape[1]} classes that {type(deployed.module).__name__} has scores "
                 f"of; got {len(self.class_names)}, {list_some(self.class_names)}"

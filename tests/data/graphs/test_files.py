@@ -102,7 +102,7 @@ def test_features_that_tell_the_target_are_told(make):
     assert "class alone: x 1. If one" in of_graphs
     assert of_graphs.endswith("leave it out of the file")
     assert not told(make, random_graphs(leak=lambda y, node: float(y if node else 9)))  # nodes differ in it
-    nodes = [{**line, "y": [[node % 3, 1][0] for node in range(10)]} for line in random_graphs()]
+    nodes = [{**line, "y": [node % 3 for node in range(10)]} for line in random_graphs()]
     for line in nodes:
         line["x"] = [[value, float(y)] for (value, _), y in zip(line["x"], line["y"], strict=True)]
     (of_nodes,) = told(make, nodes, level="node")
