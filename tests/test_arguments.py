@@ -9,7 +9,13 @@ from collections.abc import Iterator
 from dataclasses import is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import pytest
+import torch
+
 import lightning_accel
+from lightning_accel import callbacks
+from lightning_accel.nn import TopKGate
+from lightning_accel.strategies import BackgroundCheckpointIO
 
 MOST = 12
 EXCEPTIONS = {
@@ -111,7 +117,9 @@ def test_a_value_out_of_range_or_of_another_kind_is_refused_at_once_by_name():
             kinds = parts(hints[name])
             numbers = {int, float} & kinds
             wrong = [-1] * (int in kinds) + [math.nan] * (float in kinds) + ["two"] * bool(numbers)
-            wrong += [2.5] * (numbers == {int}) + ["no"] * (bool in kinds)
+            wrong += (
+                [2.5] * (numbers == {int}) + ["no"] * (bool in kinds) + [True] * bool(numbers and bool not in kinds)
+            )
             for value in wrong if name != "in_channels" and str not in kinds else ():
                 tried.add((path, name))
                 try:
@@ -122,3 +130,19 @@ def test_a_value_out_of_range_or_of_another_kind_is_refused_at_once_by_name():
     assert ("callbacks.ddp_settings.DDPSettings", "bucket_cap_mb") in tried
     assert not accepted
     assert not unnamed
+
+
+def test_what_is_no_name_no_folder_and_no_module_is_refused_at_once_by_name():
+    for one, options in [
+        (callbacks.Export, {"class_names": 3}),
+        (callbacks.Export, {"class_names": ["a", None]}),
+        (callbacks.Export, {"preprocess": len}),
+        (callbacks.Export, {"postprocess": 3}),
+        (callbacks.Distillation, {"teacher": torch.nn.Linear(1, 1), "class_dim": "x"}),
+        (callbacks.SaveOnSignal, {"stop_signals": None}),
+        (callbacks.Quantization, {"exclude": 3}),
+        (BackgroundCheckpointIO, {"local_folder": 3}),
+        (TopKGate, {"dim": 4, "num_experts": 3, "k": 1.5}),
+    ]:
+        with pytest.raises((TypeError, ValueError), match=[*options][-1]):
+            one(**options)

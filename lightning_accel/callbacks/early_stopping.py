@@ -63,6 +63,7 @@ class RestoringEarlyStopping(LightningEarlyStopping):
         best_value: the best smoothed value in the current phase.
 
     Raises:
+        TypeError: if an option has another type.
         ValueError: if an argument is out of range; before training, if two of these callbacks would restore weights, or
             the metric would never be checked; at the first check, or already in the sanity check, if it is not logged
             or not a single number.

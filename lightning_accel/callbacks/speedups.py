@@ -110,6 +110,7 @@ class Speedups(L.Callback):
         measured_on: the machine where the settings were measured; a run on another one warns.
 
     Raises:
+        TypeError: if an option has another type.
         RuntimeError: at the beginning of a run, if there is no kernel for ``native_dropout``, ``onednn_matmul`` or
             ``attention="native"``.
         ValueError: if an option is out of range, or contradicts another.

@@ -258,7 +258,9 @@ class AccelCLI(LightningCLI):
             self.config = parse()
         except ArgumentError:  # a name that a file names, or that is misspelt, of which the message tells the nearest
             _import_classes(arguments, all_of_them=True)
-            self.config = parse()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # of old names, which the first parse gave
+                self.config = parse()
         if "subcommand" in self.config:
             require_seed(self.config[self.config.subcommand].get("seed_everything"))
 

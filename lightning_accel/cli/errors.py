@@ -154,7 +154,7 @@ def explain(message: str) -> str:
     if problem:
         return f"{where}: {problem}"
     if refused := _rejected_parameter(message):
-        return _unknown_parameter(where, *refused)
+        return _given_by_caller(where, *refused, classes) or _unknown_parameter(where, *refused)
     if _base_class(where) and not classes and (name := _nested_key(message)):
         return _no_class(where, name)
     if found := re.search(r"No module named '([^']+)'", message):
@@ -327,6 +327,15 @@ def _unknown_parameter(where: str, class_path: str, name: str) -> str:
     in_groups = {option.rpartition(".")[2]: option for option in options}
     hint = nearest(name, options) if name not in in_groups else f"; did you mean {in_groups[name]!r}?"
     return f"{where}: {class_path} has no option {name!r}{hint}\nIt has: {', '.join(options)}"
+
+
+def _given_by_caller(where: str, class_path: str, name: str, classes: Sequence[str]) -> str:
+    """Return the message for an argument that the maker of a part gives it; empty if it is none."""
+    if not classes or classes[-1] == class_path or name not in _parameters(import_class(class_path)):
+        return ""
+    ends = [option for option in _parameters(import_class(classes[-1])) if option.rpartition(".")[2] == name]
+    hint = f"; did you mean '{where.rpartition('.')[0]}.{ends[0]}'?" if ends else ""
+    return f"{where}: {classes[-1]} gives {class_path} its {name!r}{hint}"
 
 
 def import_class(class_path: str) -> type:

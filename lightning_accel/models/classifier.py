@@ -34,6 +34,7 @@ class Classifier(L.LightningModule):
         optimizer: creates the optimizer; called with the parameters.
 
     Raises:
+        TypeError: if an option has another type.
         ValueError: if a size is below 1.
 
     Example:

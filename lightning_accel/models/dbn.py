@@ -114,6 +114,7 @@ class DeepBeliefNetwork(EvaluatedNetwork):
         optimizer: creates the optimizer; called with groups of parameters.
 
     Raises:
+        TypeError: if an option has another type.
         ValueError: if options are out of range or contradict each other; before a run starts, if sizes are neither
             given nor provided by the datamodule, or contradict it, if the strategy cannot train one RBM at a time, if
             values of the data are outside the range of the visible units, or if classes are needed and none is known.

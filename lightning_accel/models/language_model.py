@@ -124,6 +124,7 @@ class MoELanguageModel(SizedModel):
         optimizer: creates the optimizer; called with the parameters.
 
     Raises:
+        TypeError: if an option has another type.
         ValueError: if a number is out of range, or the gate uses later tokens; before a run starts, if ``vocab_size``
             is neither given nor provided by the datamodule, or contradicts it.
 

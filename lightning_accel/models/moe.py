@@ -67,6 +67,7 @@ class MoEClassifier(MixtureModel):
         optimizer: creates the optimizer; called with the parameters.
 
     Raises:
+        TypeError: if an option has another type.
         ValueError: if a size is below 1 or ``k`` not in [1, ``num_experts``]; before a run starts, if sizes are
             neither given nor provided by the datamodule, contradict it, or do not match ``class_names``.
 

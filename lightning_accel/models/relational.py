@@ -102,6 +102,7 @@ class RelationalGNN(SupervisedModel):
         optimizer: creates the optimizer; called with the parameters.
 
     Raises:
+        TypeError: if an option has another type.
         ValueError: if options exclude each other; before a run starts, if sizes are neither given nor provided by the
             datamodule, or contradict it, or the convolution is not suitable.
 

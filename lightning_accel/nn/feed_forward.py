@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from lightning_accel.nn.features import require_floating, require_width
+from lightning_accel.ops.bounds import require_integers
 from lightning_accel.ops.expert_mlp import ACTIVATIONS, Activation
+from lightning_accel.ops.names import require_one_of
 
 
 class FeedForward(nn.Module):
@@ -22,6 +24,7 @@ class FeedForward(nn.Module):
         bias: whether both layers have a bias.
 
     Raises:
+        TypeError: if an option has another type.
         ValueError: if a size is below 1, or the activation is unknown.
     """
 
@@ -52,7 +55,5 @@ class FeedForward(nn.Module):
 
 
 def require_sizes(dim: int, hidden_dim: int, activation: str) -> None:
-    if min(dim, hidden_dim) < 1:
-        raise ValueError(f"dim and hidden_dim must be at least 1; got dim={dim}, hidden_dim={hidden_dim}")
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
+    require_integers(1, dim=dim, hidden_dim=hidden_dim)
+    require_one_of("activation", activation, ACTIVATIONS)

@@ -17,7 +17,7 @@ def require_integers(least: int, **options: int | None) -> None:
     for name, value in options.items():
         if value is None:
             continue
-        if not isinstance(value, Integral):
+        if isinstance(value, bool) or not isinstance(value, Integral):
             raise TypeError(f"{name} must be a whole number; got {value!r}")
         if value < least:
             raise ValueError(f"{name} must be at least {least}; got {value}")
@@ -81,6 +81,6 @@ def require_filename(name: str, value: str | os.PathLike[str], example: str) -> 
 
 
 def _number(name: str, value: float) -> float:
-    if not isinstance(value, Real):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number; got {value!r}")
     return value

@@ -13,8 +13,11 @@ Exclusion: TypeAlias = str | type[nn.Module]
 HEADS_AND_GATES = "head", "lm_head", "gate", "router"  # last names of layers that lose most by fewer digits
 
 
-def list_of_names(names: Iterable[Name]) -> list[Name]:
+def list_of_names(names: Iterable[Name], option: str = "this option") -> list[Name]:
     """Return a list of names or classes; a single string or class becomes a list of one.
+
+    Raises:
+        TypeError: if ``option``, as the message calls them, is neither.
 
     >>> list_of_names("head"), list_of_names(("head", "gate"))
     (['head'], ['head', 'gate'])
@@ -22,7 +25,7 @@ def list_of_names(names: Iterable[Name]) -> list[Name]:
     if isinstance(names, str | type):
         return [names]  # type: ignore[list-item]  # a string is an iterable of strings, too
     if not isinstance(names, Iterable):
-        raise TypeError(f"a name, or several in a list, were needed; got {names!r}")
+        raise TypeError(f"{option} must be a name, or a list of names; got {names!r}")
     return list(names)
 
 

@@ -57,6 +57,7 @@ class AmpPrecision(MixedPrecision):
         consecutive_skips: number of steps skipped since the last one that was not.
 
     Raises:
+        TypeError: if an option has another type.
         ValueError: if an argument is out of range; before training, if fp16 is combined with LBFGS or with float16
             parameters.
         FloatingPointError: during training, if 20 steps in a row are skipped; the message names the

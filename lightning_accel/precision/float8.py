@@ -46,7 +46,7 @@ class Float8Precision(MixedPrecision):
         if find_spec("torchao") is None:
             raise ModuleNotFoundError(f"{_NO_TORCHAO}, or use AmpPrecision()")
         super().__init__("bf16-mixed", "cuda")
-        self.exclude = None if exclude is None else tuple(list_of_names(exclude))
+        self.exclude = None if exclude is None else tuple(list_of_names(exclude, "exclude"))
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         assert isinstance(module, pl.LightningModule)

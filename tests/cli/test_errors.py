@@ -52,6 +52,10 @@ WRONG = [
     (["--trainer.max_epochs=3"], r"'trainer.max_epochs' comes after the subcommand"),
     ([*OURS, "--trainer.max_epoch=3"], r"no option 'trainer.max_epoch'; did you mean 'trainer.max_epochs'\?"),
     ([*OURS, "--model.num_expert=3"], r"no option 'num_expert'; did you mean 'experts.num_experts'\?\nIt has: num_"),
+    (
+        [*OURS, "--model.gate.k=3"],
+        r"MoEClassifier gives lightning_accel.TopKGate its 'k'; did you mean 'model.experts.k'",
+    ),
     (["fit", *OFF, "--model=MoEClasifier"], r"model: no class 'MoEClasifier'; did you mean 'MoEClassifier'\?"),
     (["fit", *OFF, "--model=own_module.OwnModul"], r"own_module has no 'OwnModul'; did you mean 'OwnModule'\?"),
     (

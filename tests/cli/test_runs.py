@@ -465,8 +465,10 @@ def test_old_names_of_arguments_work_in_configs_and_options(command):
     result = command("fit", "--model.help=own_module.Renamed")
     assert "--model.scales" in result.out
     assert "--model.size" not in result.out
-    result = command("fit", "--model=own_module.Renamed", "--model.fators=[3]")
+    with pytest.warns(FutureWarning) as warned:
+        result = command("fit", "--model=own_module.Renamed", "--model.size=5", "--model.fators=[3]")
     assert "no option 'fators'" in result.err
+    assert ["size is now" in str(one.message) for one in warned].count(True) == 1
 
 
 @pytest.mark.slow

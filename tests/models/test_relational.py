@@ -459,7 +459,7 @@ def layers(**options):
         (layers(attention_heads=4, conv="GPSConv", conv_options={"channels": 64, "conv": None}), "GPSConv takes batch"),
         ({"error": "absolute"}, r"error='absolute' is of target_kind='regression', and this is 'classification'"),
         ({"error": "huber"}, "error must be squared or absolute; got 'huber'"),
-        ({"marking": Marking(4)}, "connected tuples have 1, 2 or 3 marks, got 4"),
+        ({"marking": Marking(4)}, "marking.num_nodes of RelationalGNN, must be 1, 2 or 3 for connected tuples; got 4"),
     ],
 )
 def test_refused(options, message):

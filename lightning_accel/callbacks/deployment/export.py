@@ -116,10 +116,8 @@ class Export(L.Callback):
         max_length: int | None = None,
     ) -> None:
         require_one_of("format", format, ["auto", *get_args(Format)])
-        if isinstance(postprocess, str) and postprocess != "probabilities":
-            raise ValueError(f"postprocess must be 'probabilities', a module or None; got {postprocess!r}")
-        if isinstance(preprocess, str) and preprocess != "datamodule":
-            raise ValueError(f"preprocess must be 'datamodule', a module or None; got {preprocess!r}")
+        _require_module_or("probabilities", "postprocess", postprocess)
+        _require_module_or("datamodule", "preprocess", preprocess)
         if isinstance(preprocess, nn.Module):
             _require_inverse(preprocess)
         require_filename("filename", filename, "model")
@@ -133,8 +131,10 @@ class Export(L.Callback):
         self.module = module
         self.preprocess = preprocess
         self.postprocess = Probabilities() if postprocess == "probabilities" else postprocess
-        self.class_names = None if class_names is None else list_of_names(class_names)
-        if self.class_names is not None and len({*self.class_names}) < max(1, len(self.class_names)):
+        self.class_names = None if class_names is None else list_of_names(class_names, "class_names")
+        if self.class_names is not None and (
+            len({*self.class_names}) < max(1, len(self.class_names)) or {None, ""} & {*self.class_names}
+        ):
             raise ValueError(f"class_names must name each class once; got {self.class_names}")
         self.dynamic = dynamic
         self.compare = compare
@@ -447,6 +447,11 @@ def _log_export(exported: Exported, has_probabilities: bool) -> None:
 
 def _with_suffix(path: Path, suffix: str) -> Path:
     return path if path.suffix in SUFFIXES.values() else path.with_name(path.name + suffix)
+
+
+def _require_module_or(name: str, option: str, value: Any) -> None:
+    if not (value is None or value == name or isinstance(value, nn.Module)):
+        raise ValueError(f"{option} must be {name!r}, a module (torch.nn.Module) or None; got {value!r}")
 
 
 def _require_inverse(preprocess: nn.Module) -> None:

@@ -184,7 +184,7 @@ class Quantization(L.Callback):
         self.mode = mode
         self.backend = backend
         self.calibrate = calibrate
-        self.exclude = list_of_names(exclude)
+        self.exclude = list_of_names(exclude, "exclude")
         self.monitor = monitor
         self.monitor_mode = monitor_mode
         self.max_drop = max_drop

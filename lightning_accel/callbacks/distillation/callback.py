@@ -127,6 +127,7 @@ class Distillation(L.Callback):
                 f"loss={loss!r}, class_dim={class_dim}"
             )
         require_integers(1, top_k=top_k)
+        require_integers(-(1 << 62), class_dim=class_dim, ignore_index=ignore_index)
         if checkpoint is not None and not isinstance(teacher, nn.Module):
             raise ValueError(f"checkpoint holds weights for a module, but teacher is {teacher!r}; give the module")
         self.teacher, self.checkpoint = teacher, checkpoint

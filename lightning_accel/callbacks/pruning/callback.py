@@ -142,7 +142,7 @@ class Pruning(L.Callback):
         self.regrowth = regrowth
         self.criterion = criterion
         self.scope: Scope = scope
-        self.exclude = list_of_names(exclude)
+        self.exclude = list_of_names(exclude, "exclude")
         self.module = module
         self.round_to = round_to
         self.left_out: dict[str, str] = {}

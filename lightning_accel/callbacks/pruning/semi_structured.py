@@ -66,7 +66,7 @@ class SemiStructuredSparsity(L.Callback):
     """
 
     def __init__(self, exclude: Sequence[str | type[nn.Module]] | None = None) -> None:
-        self.exclude = None if exclude is None else list_of_names(exclude)
+        self.exclude = None if exclude is None else list_of_names(exclude, "exclude")
         self._chosen: dict[str, nn.Linear] = {}
         self._layers: dict[str, SemiSparseLinear] = {}  # while they train
         self._hooks: list[RemovableHandle] = []

@@ -41,6 +41,7 @@ class SaveOnSignal(L.Callback):
         files: those of this run that no later checkpoint has replaced, and the steps at which they were written.
 
     Raises:
+        TypeError: if an option has another type.
         ValueError: if ``every_n_steps`` is below 1 or a signal has another name.
 
     Example:
@@ -52,7 +53,7 @@ class SaveOnSignal(L.Callback):
     def __init__(self, every_n_steps: int = 10, stop_signals: tuple[str, ...] = ()) -> None:
         require_integers(1, every_n_steps=every_n_steps)
         known = {each.name for each in signal.Signals} - {"SIGKILL", "SIGSTOP"}
-        stop_signals = tuple(list_of_names(stop_signals))
+        stop_signals = tuple(list_of_names(stop_signals, "stop_signals"))
         if unknown := [name for name in stop_signals if name not in known]:
             raise ValueError(
                 f"stop_signals are names of signals that a process can handle, such as SIGUSR1; got {unknown[0]!r}"

@@ -29,6 +29,7 @@ class BarsAndStripesDataModule(InMemoryDataModule):
         num_workers: workers that load batches; 0 is fastest, since the images are in memory.
 
     Raises:
+        TypeError: if an option has another type.
         ValueError: if a number is out of range; in ``load_state_dict``, if ``size`` differs from the checkpoint's.
 
     Source: MacKay 2003, Information Theory, Inference, and Learning Algorithms, chapter 43, which draws the direction

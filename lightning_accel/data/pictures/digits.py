@@ -36,6 +36,7 @@ class DigitsDataModule(InMemoryDataModule):
             :class:`lightning_accel.DeepBeliefNetwork` takes them. By default all keep it.
 
     Raises:
+        TypeError: if an option has another type.
         ValueError: if a number is out of range; in ``load_state_dict``, if ``seed`` or ``binarize`` differs from
             the checkpoint's.
 

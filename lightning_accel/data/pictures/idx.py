@@ -140,6 +140,7 @@ class IdxDataModule(InMemoryDataModule):
         predict_path: IDX file of images to predict; by default the test images.
 
     Raises:
+        TypeError: if an option has another type.
         FileNotFoundError: if the folder does not exist; in ``setup``, if a file does not, naming the expected names.
         ValueError: if a number is out of range; in ``setup``, if a file is no IDX file, is damaged or empty, holds
             constant images or images of another shape, or labels that are not one whole number per image; in

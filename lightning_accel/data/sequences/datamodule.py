@@ -88,6 +88,7 @@ class SequenceDataModule(L.LightningDataModule):
             test sequences. Where ``path`` is a folder, this is one, too.
 
     Raises:
+        TypeError: if an option has another type.
         FileNotFoundError: if a file does not exist.
         ValueError: if an option is out of range, or has no effect; in ``setup``, if a file is not as described; in
             ``load_state_dict``, if the checkpoint was trained on other sequences.

@@ -142,6 +142,7 @@ class TabularDataModule(InMemoryDataModule):
         shards: how a folder of files is read, see :class:`lightning_accel.data.ShardOptions`.
 
     Raises:
+        TypeError: if an option has another type.
         FileNotFoundError: if a file does not exist.
         ValueError: if a number is out of range or the shares leave no training rows; in ``setup``, if a file is empty
             or no table, lacks a column or its name, repeats a name, gives two features one name, holds text among
@@ -217,8 +218,8 @@ class TabularDataModule(InMemoryDataModule):
         if self._is_quantity and self.csv.unlabeled:
             raise ValueError("csv.unlabeled is for classes; leave it out with target_kind='regression'")
         self.target = target
-        self.categorical = list_of_names(categorical)
-        self.exclude = list_of_names(exclude)
+        self.categorical = list_of_names(categorical, "categorical")
+        self.exclude = list_of_names(exclude, "exclude")
         if target in self.exclude:
             raise ValueError(f"exclude names the target, {shown(target)}; leave it out there")
         self.group = group

@@ -121,7 +121,7 @@ class TextDataModule(L.LightningDataModule):
         self.val_share = val_share
         self.test_share = test_share
         self.seed = seed
-        self.prompts = list_of_names(prompts)
+        self.prompts = list_of_names(prompts, "prompts")
         self.cache_dir = Path(cache_dir).expanduser()
         self.num_workers = num_workers
         self.vocab_size = vocabulary_size(self.tokenizer) + 1

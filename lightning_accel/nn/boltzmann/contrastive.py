@@ -112,6 +112,7 @@ class ContrastiveDivergence:
         seed: seed of the generator; the rank is added to it.
 
     Raises:
+        TypeError: if an option has another type.
         ValueError: if a number is out of range.
 
     Source: Tieleman 2008, Training Restricted Boltzmann Machines using Approximations to the Likelihood Gradient;

@@ -76,6 +76,7 @@ class TopKGate(nn.Module):
         bias_update_rate: change of the bias per step, 0 for no bias; DeepSeek-V3 uses 0.001.
 
     Raises:
+        TypeError: if an option has another type.
         ValueError: if a number is out of range.
     """
 
@@ -214,6 +215,7 @@ class ExpertChoiceGate(nn.Module):
         k: K, mean number of experts per token.
 
     Raises:
+        TypeError: if an option has another type.
         ValueError: if ``k`` is not in [1, ``num_experts``].
     """
 
@@ -273,8 +275,8 @@ def count_slots(expert_of_slot: Tensor, num_experts: int) -> Tensor:
 
 
 def _require_sizes(dim: int, num_experts: int, k: int) -> None:
-    require_integers(1, dim=dim)
-    if not 1 <= k <= num_experts:
+    require_integers(1, dim=dim, num_experts=num_experts, k=k)
+    if k > num_experts:
         raise ValueError(f"k must lie in [1, num_experts]; got k={k}, num_experts={num_experts}")
 
 

@@ -135,7 +135,10 @@ def resolve_marks(
         marks = 1 if marks is None else marks
         tuples = next((kind for kind, size in MARKS.items() if size == marks), None)
         if tuples is None:
-            raise ValueError(f"connected tuples have 1, 2 or 3 marks, got {marks}: for others set tuples='all'")
+            raise ValueError(
+                f"marks, or marking.num_nodes of RelationalGNN, must be 1, 2 or 3 for connected tuples; got {marks}. "
+                "For others set tuples='all'"
+            )
     if tuples not in (*MARKS, "all"):
         raise ValueError(f"tuples must be one of {[*MARKS, 'all']}, got {tuples!r}")
     if tuples == "all":

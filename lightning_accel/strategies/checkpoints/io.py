@@ -56,6 +56,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         keep_local: number of copies that stay of each folder of the store, of those written and of those read.
 
     Raises:
+        TypeError: if an option has another type.
         ValueError: if ``local_folder`` is empty or a URL, or ``keep_local`` is below 1.
 
     Example:

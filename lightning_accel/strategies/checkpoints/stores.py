@@ -75,10 +75,13 @@ class LocalCopies:
         keep: number of copies that stay of those written, of those not uploaded, and of those read, the newest.
 
     Raises:
-        ValueError: if ``folder`` is empty or a URL.
+        TypeError: if ``folder`` is no path.
+        ValueError: if it is empty or a URL.
     """
 
     def __init__(self, folder: str | Path, keep: int) -> None:
+        if not isinstance(folder, str | os.PathLike):
+            raise TypeError(f"local_folder must be the path of a folder; got {folder!r}")
         if not str(folder).strip() or is_remote(folder):
             raise ValueError(f"local_folder must be a folder on a disk of the machine; got {str(folder)!r}")
         self.folder = Path(folder).expanduser().absolute()

@@ -127,7 +127,7 @@ class FullyShardedStrategy(LaunchedStrategy):
             require_one_of("expert_parallel_size", expert_parallel_size, ["all"])
         else:
             require_integers(1, expert_parallel_size=expert_parallel_size)
-        self.blocks = None if blocks is None else list_of_names(blocks)
+        self.blocks = None if blocks is None else list_of_names(blocks, "blocks")
         self.shard_size = shard_size
         self.expert_parallel_size = expert_parallel_size
         self.activation_checkpointing = activation_checkpointing

@@ -245,7 +245,7 @@ def test_experts_choose_no_token_that_is_masked_even_where_others_are_too_few():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"k": 0}, r"k must lie in \[1, num_experts\]; got k=0, num_experts=6"),
+        ({"k": 0}, "k must be at least 1; got 0"),
         ({"k": 7}, r"k must lie in \[1, num_experts\]; got k=7, num_experts=6"),
         ({"score": "tanh"}, "score must be softmax or sigmoid; got 'tanh'"),
         ({"bias_update_rate": -0.1}, "bias_update_rate must not be negative; got -0.1"),
