@@ -236,7 +236,6 @@ SHORT = ("distilbert", "QAT"), ("audio", "static"), ("vae", "dynamic")
 
 NO_PERCEPTRON = r"has no perceptron to replace, .* Put MixtureOfExperts into the network's own code"
 NO_LAYERS = r"Give it a method pipeline_layers\(self\)"
-NO_GRAPH = "would fail at the end of the run: .* data-dependent"
 REFUSED = {
     **dict.fromkeys(
         [
@@ -247,7 +246,6 @@ REFUSED = {
     ),
     ("olmoe", "mixtures"): NO_PERCEPTRON,
     **dict.fromkeys([(name, "pipeline") for name in ("clip", "unet", "audio", "seq2seq")], NO_LAYERS),
-    **dict.fromkeys([("gps", feature) for feature in (".pt2", "ONNX", "QAT", "static", "dynamic")], NO_GRAPH),
     ("unet", "weight-only"): "has no linear layer for backend='torchao' to quantize; take mode='auto'",
 }
 

@@ -1,7 +1,8 @@
 """Tracing of modules by ``torch.export``."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,11 +41,27 @@ def trace(
         try:
             # a trace marks dynamic dimensions of its inputs, and a later one with fixed sizes would read the marks
             inputs = tuple(one.clone() for one in tensors)
-            return torch.export.export(module, inputs, dynamic_shapes=shapes, strict=way)
+            with _traceable(module):
+                return torch.export.export(module, inputs, dynamic_shapes=shapes, strict=way)
         except Exception as error:
             failure = failure or error
     assert failure is not None
     raise failure
+
+
+@contextmanager
+def _traceable(module: nn.Module) -> Iterator[None]:
+    """Compute attention within graphs by operators that a trace holds; who has none does not import its package."""
+    if not any(type(one).__name__ == "GPSConv" for one in module.modules()):
+        yield
+        return
+    from lightning_accel.nn.graph_attention import replace_gps_, restore_gps_
+
+    layers = replace_gps_(module)
+    try:
+        yield
+    finally:
+        restore_gps_(layers)
 
 
 def copy_with_same_parameters(module: nn.Module) -> nn.Module:

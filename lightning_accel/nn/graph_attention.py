@@ -1,6 +1,6 @@
-"""Blocks of GPS (Rampášek et al. 2022, https://arxiv.org/abs/2205.12454) whose attention pads no graph.
+"""Blocks of GPS (Rampášek et al. 2022, https://arxiv.org/abs/2205.12454) whose attention pads no graph, or is traced.
 
-Shapes: N nodes, B graphs, D features, H heads.
+Shapes: N nodes, B graphs, L nodes of the largest graph, D features, H heads.
 """
 
 from collections.abc import Iterable
@@ -51,7 +51,9 @@ def run_gps(layer: GPSConv, x: Tensor, edge_index: Any, batch: Tensor | None = N
     """Compute ``layer``, with nodes that attend within their graph by :func:`segment_attention` where it serves.
 
     PyTorch Geometric pads graphs to the largest one of a batch. Its own forward pass remains where attention has
-    dropout, hooks or another class, and on other devices. Outputs and gradients are equal up to rounding.
+    dropout, hooks or another class, and on other devices. Outputs and gradients are equal up to rounding. In
+    ``torch.export`` graphs are padded by operators that a trace holds, for any number of graphs and nodes; PyTorch
+    Geometric's own pass has branches on these.
 
     Args:
         layer: with its own convolution, attention, perceptron and norms.
@@ -60,24 +62,27 @@ def run_gps(layer: GPSConv, x: Tensor, edge_index: Any, batch: Tensor | None = N
         batch: (N,) int64, the graph of each node, ascending; None for a single graph.
         **edges: further arguments of the convolution.
     """
-    if not _serves(layer, x, batch):
+    is_exporting = torch.compiler.is_exporting()
+    if not (_may_replace(layer.attn) if is_exporting else _serves(layer, x, batch)):
         out: Tensor = GPSConv.forward(layer, x, edge_index, batch, **edges)
         return out
+    attended = (_attend_padded if is_exporting else _attend)(layer.attn, x, batch)
     branches = [] if layer.conv is None else [_branch(layer, layer.norm1, layer.conv(x, edge_index, **edges), x, batch)]
-    branches.append(_branch(layer, layer.norm2, _attend(layer.attn, x, batch), x, batch))
+    branches.append(_branch(layer, layer.norm2, attended, x, batch))
     total = branches[0] if len(branches) == 1 else branches[0] + branches[1]
     return _norm(layer, layer.norm3, total + layer.mlp(total), batch)
 
 
 def _serves(layer: GPSConv, x: Tensor, batch: Tensor | None) -> bool:
-    attention = layer.attn
     return (
-        _is_plain(attention)
-        and not (attention.training and attention.dropout)
-        and not has_call_hooks(attention)
+        _may_replace(layer.attn)
         and serves_segments(x)
         and (batch is None or bool((batch[1:] >= batch[:-1]).all()))  # otherwise it raises
     )
+
+
+def _may_replace(attention: nn.Module) -> bool:
+    return _is_plain(attention) and not (attention.training and attention.dropout) and not has_call_hooks(attention)
 
 
 def _is_plain(attention: nn.Module) -> bool:
@@ -96,6 +101,28 @@ def _attend(attention: nn.MultiheadAttention, x: Tensor, batch: Tensor | None) -
     joined = F.linear(x, attention.in_proj_weight, attention.in_proj_bias)
     query, key, value = joined.unflatten(1, (3, attention.num_heads, attention.head_dim)).unbind(1)
     out = segment_attention(query, key, value, begins).flatten(1)
+    return F.linear(out, attention.out_proj.weight, attention.out_proj.bias)
+
+
+def _attend_padded(attention: nn.MultiheadAttention, x: Tensor, batch: Tensor | None) -> Tensor:
+    """Attend within graphs padded to L nodes; B and L are sizes that a trace leaves unknown.
+
+    Products and a softmax stand in for ``scaled_dot_product_attention``, whose trace has a branch on L.
+    """
+    batch = torch.zeros_like(x[:, 0], dtype=torch.int64) if batch is None else batch
+    # int() and len() would be constants of a trace
+    counts = batch.new_zeros(batch.max().item() + 1).index_add(0, batch, torch.ones_like(batch))  # (B,)
+    graphs, longest = counts.shape[0], counts.max().item()
+    begins = counts.cumsum(0) - counts
+    places = batch * longest + torch.arange(x.shape[0], device=x.device) - begins[batch]  # (N,) of B * L
+    joined = F.linear(x, attention.in_proj_weight, attention.in_proj_bias)
+    padded = joined.new_zeros(graphs * longest, joined.shape[1]).index_copy(0, places, joined)
+    heads = padded.view(graphs, longest, 3, attention.num_heads, attention.head_dim)
+    query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)  # (B, H, L, D / H)
+    scores = query * attention.head_dim**-0.5 @ key.transpose(2, 3)
+    is_padding = torch.arange(longest, device=x.device) >= counts[:, None]  # (B, L)
+    shares = scores.masked_fill(is_padding[:, None, None], -torch.inf).softmax(3)
+    out = (shares @ value).transpose(1, 2).reshape(graphs * longest, attention.embed_dim)[places]
     return F.linear(out, attention.out_proj.weight, attention.out_proj.bias)
 
 

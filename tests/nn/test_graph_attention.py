@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch_geometric.nn import GINEConv, GPSConv
 
+from lightning_accel.compress.tracing import trace
 from lightning_accel.nn import graph_attention
 from lightning_accel.nn.deferred_weights import defer_weights_
 from lightning_accel.nn.graph_attention import padding_gps, run_gps
@@ -128,3 +129,34 @@ def test_nodes_that_are_not_sorted_by_graph_are_refused(segments):
     with pytest.raises(RuntimeError):  # by PyTorch Geometric
         run_gps(layer, **given)
     assert not segments
+
+
+class Whole(nn.Module):
+    """Take a fifth tensor in place of a keyword."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x, edge_index, batch, edge_attr):
+        return self.layer(x, edge_index, batch, edge_attr=edge_attr).relu()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch, where it traces bytecode
+@pytest.mark.parametrize("norm", ["batch_norm", "graph_norm"])
+def test_a_trace_takes_any_number_of_graphs_and_nodes(norm):
+    layer, given = block(norm=norm, dropout=0.0).eval(), graphs()
+    sizes = torch.export.Dim.DYNAMIC
+    traced = trace(Whole(layer), list(given.values()), ({0: sizes}, {1: sizes}, {0: sizes}, {0: sizes})).module()
+    assert "forward" not in vars(layer)
+    some = {"x": given["x"][:9], "edge_index": given["edge_index"][:, :0], "edge_attr": given["edge_attr"][:0]}
+    for one in (
+        given,
+        some | {"batch": torch.tensor([0, 0, 1, 1, 1, 1, 2, 3, 3])},
+        some | {"batch": torch.zeros(9, dtype=torch.int64)},
+    ):
+        expected = layer(one["x"], one["edge_index"], one["batch"], edge_attr=one["edge_attr"]).relu()
+        torch.testing.assert_close(
+            traced(*(one[key] for key in ("x", "edge_index", "batch", "edge_attr"))), expected, rtol=1e-4, atol=1e-4
+        )
