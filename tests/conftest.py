@@ -1,6 +1,7 @@
 import gc
 import logging
 import os
+import random
 import shlex
 import shutil
 import sys
@@ -58,16 +59,39 @@ def process_as_it_was():
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """Group the tests that start ranks, which reuse their pools, and of the rest those of a file, for pytest-xdist.
+    """Mark the cases of tests that are ``sampled``, and group tests for pytest-xdist.
+
+    Group the tests that start ranks, which reuse their pools, and of the rest those of a file, for pytest-xdist.
 
     Slow tests that start ranks are grouped by their files: together they take longer than half of all slow tests, and
     a second start of the pools is short beside them.
     """
+    _mark_sampled(items)
     for item in items:
         if not item.get_closest_marker("slow") and _starts_ranks(getattr(item, "function", None), set()):
             item.add_marker(pytest.mark.xdist_group("ranks"))
         elif item.path.stem not in APART:
             item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(item.config.rootpath))))
+
+
+def _mark_sampled(items: list[pytest.Item]) -> None:
+    """Leave as many cases as the mark ``sampled`` says to default and slow runs, drawn by the name of the test."""
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("weekly"):
+            cases.setdefault((item.path, item.nodeid.partition("[")[0]), []).append(item)
+    for (_, name), found in cases.items():
+        counts = found[0].get_closest_marker("sampled").kwargs
+        random.Random(name.rpartition("::")[2]).shuffle(found)
+        found.sort(
+            key=lambda item: item.get_closest_marker("slow") is not None
+        )  # those that are slow anyway at the end
+        default = counts.get("default", sum(not item.get_closest_marker("slow") for item in found))
+        for place, item in enumerate(found):
+            if place >= default:
+                item.add_marker("slow")
+            if place >= default + counts.get("slow", len(found)):
+                item.add_marker("weekly")
 
 
 def pytest_collection_finish():

@@ -20,6 +20,7 @@ def test_first_line_says_what_runs(path):
     assert path.read_text().startswith("# ")
 
 
+@pytest.mark.sampled(default=1, slow=2)
 @pytest.mark.parametrize(
     "path",
     [

@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "lightning_accel"
 NO_VERBS = re.compile(
@@ -21,12 +23,14 @@ def docstrings() -> Iterator[tuple[str, ast.AST, str]]:
                 yield f"{path.relative_to(FOLDER)}, {getattr(node, 'name', 'its head')}", node, text
 
 
+@pytest.mark.slow
 def test_docstrings_begin_with_a_verb():
     first = [(place, text.splitlines()[0]) for place, node, text in docstrings() if not isinstance(node, ast.Module)]
     assert len(first) > 500
     assert not [(place, line) for place, line in first if NO_VERBS.match(line)]
 
 
+@pytest.mark.slow
 def test_sentences_stand_alone():
     assert not [(place, found) for place, _, text in docstrings() for found in NO_SENTENCE.findall(text)]
 

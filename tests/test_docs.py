@@ -54,7 +54,10 @@ def blocks_of(path: Path) -> list[Block]:
 
 
 # whose commands start processes, or train each config, as tests of those do
-LONG_PAGES = "docs/configs.md", "docs/guides/devices.md", "docs/guides/plan.md"
+LONG_PAGES = {
+    *("docs/configs.md", "docs/guides/devices.md", "docs/guides/faster.md", "docs/guides/plan.md"),
+    *("docs/systems/belief_networks.md", "docs/systems/mixture_of_experts.md"),
+}
 BLOCKS = {str(path.relative_to(ROOT)): blocks_of(path) for path in PAGES}
 ALL = [block for blocks in BLOCKS.values() for block in blocks]
 
@@ -136,6 +139,7 @@ def write_files(page: str, folder: Path) -> None:
             (folder / name).write_text(block.text)
 
 
+@pytest.mark.sampled(default=30)
 @pytest.mark.parametrize("script", params([script for blocks in BLOCKS.values() for script in scripts_of(blocks)]))
 def test_script_runs(folder, script, monkeypatch):
     write_files(script.page, folder)
@@ -143,6 +147,7 @@ def test_script_runs(folder, script, monkeypatch):
         'budget="10m"': 'budget="30s"',
         '"max_epochs": 200': '"max_epochs": 20',
         "max_epochs=15, callbacks": "max_epochs=2, callbacks",
+        "channels=[64, 128, 256]": "channels=[8, 16, 32]",
     }
     for told, short in shorter.items():
         script = script._replace(text=script.text.replace(told, short))
@@ -189,6 +194,7 @@ def test_script_that_is_started_again_ends_as_if_never_stopped(folder, monkeypat
 def test_commands_run_one_after_the_other(command, folder, page):
     write_files(page, folder)
     for line in commands_of(page):
+        line = line.replace("'[64, 128, 256]'", "'[8, 16, 32]'")
         if "devices 2" in line or "processes" in line:
             program = [sys.executable, "-m", "lightning_accel", *shlex.split(line)[1:]]
             subprocess.run(program, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
@@ -202,6 +208,7 @@ def test_commands_run_one_after_the_other(command, folder, page):
             exec(compile(block.text, f"{page}, line {block.line}", "exec"), {})
 
 
+@pytest.mark.sampled(default=20)
 @pytest.mark.parametrize("block", params([b for b in ALL if b.language == "text" and b.text.startswith("$ ")]))
 def test_message_is_the_message(command, folder, block):
     line, *said = block.text.splitlines()

@@ -69,6 +69,7 @@ def test_the_set_is_whole():
     assert not [name for name in PROJECTS if "lightning_accel" in (FOLDER / f"{name}.py").read_text()]
 
 
+@pytest.mark.sampled(default=2, slow=4)
 @pytest.mark.parametrize("name", projects(LONG))
 def test_two_steps_run(train, name):
     values = train(name, fast_dev_run=2)
@@ -101,6 +102,7 @@ def test_configs_are_read(command, monkeypatch, path):
     assert result.status == 0, result.err
 
 
+@pytest.mark.sampled(slow=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_configs_run(command, monkeypatch, tmp_path, path):

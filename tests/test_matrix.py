@@ -239,6 +239,7 @@ def test_quick_cells_hold_every_value_and_no_other():
     assert set(QUICK) <= set(every_cell())
 
 
+@pytest.mark.sampled(default=6, slow=30)
 @pytest.mark.parametrize(("module", "way", "precision", "callbacks"), cells())
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_cell(module, way, precision, callbacks, run_folder):
@@ -278,6 +279,7 @@ def cells_of_four() -> list[object]:
     ]
 
 
+@pytest.mark.sampled(slow=6)
 @pytest.mark.parametrize(("module", "way"), cells_of_four())
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_three_steps_of_four_equal_those_of_one(module, way, run_folder):

@@ -13,6 +13,7 @@ NOTEBOOKS = sorted(Path(__file__).parents[1].glob("notebooks/*.ipynb"))
 LONG = [pytest.mark.slow, pytest.mark.weekly]
 MARKS: dict[str, list[pytest.MarkDecorator]] = {
     "belief_network": LONG,
+    "compression": LONG,
     "custom_ops": [],
     "language_models": LONG,
     "mixture_of_experts": LONG,

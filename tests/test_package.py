@@ -49,6 +49,7 @@ def imported_modules(path: Path) -> list[str]:
     return modules
 
 
+@pytest.mark.slow
 def test_imports_go_down_the_floors():
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -66,6 +67,7 @@ def test_imports_go_down_the_floors():
     assert not found
 
 
+@pytest.mark.slow
 def test_private_names_stay_in_their_module():
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

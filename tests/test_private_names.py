@@ -102,6 +102,7 @@ def private_uses(tree: ast.AST, here: set[str], family: set[str], known: dict[st
         yield from private_uses(node, here, inner, known)
 
 
+@pytest.mark.slow
 def test_only_the_private_modules_touch_private_names_of_others():
     known = classes()
     found = [
@@ -152,6 +153,7 @@ def assigned_names(node: ast.AST) -> list[str]:
 SETTERS = ("setattr", "object.__setattr__", "set_compiled_call")
 
 
+@pytest.mark.slow
 def test_replaced_methods_are_listed():
     """By the names of methods: a plain function assigned to an attribute that is none is not found."""
     methods = {name for kind in PATCHABLE for name in dir(kind) if callable(getattr(kind, name, None))}

@@ -44,6 +44,7 @@ def typed_calls() -> dict[str, tuple[ast.FunctionDef, ast.FunctionDef]]:
     return found
 
 
+@pytest.mark.slow
 def test_calls_are_declared_as_forward_is():
     found = typed_calls()
     for call, forward in found.values():

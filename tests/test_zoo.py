@@ -1,7 +1,7 @@
 """Networks that nobody here wrote, each with each feature: it works, or is refused before training.
 
 ``python -m tests.test_zoo`` writes the table of docs/compatibility.md from it. One cell of each network is ``slow``, so
-that each feature is in some, and one of each kind of int8; all others, and ``tune``, are ``weekly``.
+that each feature is in some, and files and one of each kind of int8 of small networks; all others are ``weekly``.
 """
 
 import copy
@@ -232,7 +232,8 @@ FEATURES: dict[str, Callable[..., None]] = {
 }
 ALONE = "FSDP2", "pipeline", "tune"  # start processes themselves
 LONG = "QAT", "static", "dynamic", "weight-only", "tune"  # half a minute to two
-SHORT = ("distilbert", "QAT"), ("audio", "static"), ("vae", "dynamic")
+FILES = ".pt2", "ONNX"  # up to a minute
+SHORT = ("distilbert", "QAT"), ("audio", "static"), ("vae", "dynamic"), ("gcn", ".pt2"), ("gps", "ONNX")
 
 NO_PERCEPTRON = r"has no perceptron to replace, .* Put MixtureOfExperts into the network's own code"
 NO_LAYERS = r"Give it a method pipeline_layers\(self\)"
@@ -251,9 +252,9 @@ REFUSED = {
 
 
 def cells() -> list[object]:
-    """Return all cells; of each network one that is not ``LONG``, and ``SHORT`` ones, are not ``weekly``."""
+    """Return all cells; of each network one that is neither of ``LONG`` nor of ``FILES``, and ``SHORT`` ones, are slow."""
     slow, weekly = [pytest.mark.slow], [pytest.mark.slow, pytest.mark.weekly]
-    brief = [feature for feature in FEATURES if feature not in LONG]
+    brief = [feature for feature in FEATURES if feature not in {*LONG, *FILES}]
     chosen = {*SHORT, *((name, brief[2 * i % len(brief)]) for i, name in enumerate(ZOO))}
     return [
         pytest.param(name, feature, marks=slow if (name, feature) in chosen else weekly)
@@ -286,6 +287,7 @@ def check_feature(rank: int, name: str, feature: str, folder: Path) -> None:
     FEATURES[feature](name, folder, devices=2, strategy="ddp_find_unused_parameters_true")
 
 
+@pytest.mark.sampled(slow=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "feature"),

@@ -110,6 +110,7 @@ def random_adapters(module):
         nn.init.normal_(value, std=0.3)
 
 
+@pytest.mark.sampled(default=1)
 @pytest.mark.parametrize("base", BASES)
 def test_only_adapters_train_and_checkpoints_hold_only_them(tmp_path, base):
     module, keeper, before = Net(), ModelCheckpoint(tmp_path, monitor="val/loss"), state(Net())
@@ -148,6 +149,7 @@ def test_only_adapters_train_and_checkpoints_hold_only_them(tmp_path, base):
         fit(module, adapters(4))
 
 
+@pytest.mark.sampled(slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "format"),
@@ -312,6 +314,7 @@ def check_trained(rank, strategy, base, folder):
     return whole_state(module)
 
 
+@pytest.mark.sampled(slow=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "base"),
@@ -352,6 +355,7 @@ def check_resumed(rank, folder, base, strategy):
     assert_same_end(ended(resumed, folder / "stopped"), whole)
 
 
+@pytest.mark.sampled(slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "base"),
@@ -408,6 +412,7 @@ PRECISIONS = {
 }
 
 
+@pytest.mark.sampled(slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "base"),

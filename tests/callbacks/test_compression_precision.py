@@ -28,6 +28,7 @@ class Plain(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
+@pytest.mark.sampled(slow=2)
 @pytest.mark.parametrize(
     ("options", "dtype"),
     [

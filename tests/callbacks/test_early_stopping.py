@@ -296,6 +296,7 @@ def test_a_stochastic_average_stays():
         assert module.at() == expected if expected else module.layer.weight[0, 0] not in (18.0, 24.0)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint")
 def test_resumed_runs_end_alike(tmp_path):
     """From each checkpoint, bit for bit; what checkpoints hold is loaded without pickle."""
@@ -513,6 +514,7 @@ def check_split(rank, folder, name, kind):
             assert value.equal(ended[key]), (epoch, key)
 
 
+@pytest.mark.sampled(slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind == "ddp" else [pytest.mark.slow]) for kind in STRATEGIES]
@@ -522,6 +524,7 @@ def test_parts_of_each_process_are_put_back(tmp_path, kind):
     run_ranks(check_split, tmp_path, "plain", kind)
 
 
+@pytest.mark.sampled(slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),

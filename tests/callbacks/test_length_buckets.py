@@ -63,6 +63,7 @@ def padding(batches):
     return sum(max(LENGTHS[row] for row in rows) * len(rows) for rows in batches) / (2 * sum(LENGTHS)) - 1
 
 
+@pytest.mark.sampled(default=1)
 @pytest.mark.parametrize("others", [[], [ExactResume()]], ids=["alone", "resumable"])
 def test_batches_have_similar_lengths_and_are_drawn_anew(others):
     random, _ = fit(others)

@@ -104,6 +104,7 @@ def test_micro_batches_may_be_as_many_as_samples():
     assert_same(fit(MemorySavings(micro_batches=9)), fit())
 
 
+@pytest.mark.slow
 def test_activations_of_one_micro_batch_are_held_at_a_time():
     def most_held(callback):
         held, most = [0], [0]

@@ -155,6 +155,7 @@ def marks(name, start):
     return [pytest.mark.slow, pytest.mark.weekly] if name == "Quantization" else [pytest.mark.slow]
 
 
+@pytest.mark.sampled(default=22, slow=13)
 @pytest.mark.parametrize(
     ("name", "start"),
     [

@@ -122,6 +122,7 @@ def fit(padding, data=None, make=Module, collate=collate, **options):
     return module
 
 
+@pytest.mark.sampled(default=3)
 @pytest.mark.parametrize("is_decoder", [True, False])
 @pytest.mark.parametrize("padding", ["trimmed", "packed"])
 def test_losses_are_those_with_padding(padding, is_decoder):
@@ -390,6 +391,7 @@ def test_each_process_packs_its_own_batches():
         assert fewer < 0.6 * num_tokens
 
 
+@pytest.mark.sampled(slow=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "head", "options"),

@@ -159,6 +159,7 @@ def test_workers_can_be_taken_away_or_load_further_ahead():
     assert loader.prefetch_factor is None
 
 
+@pytest.mark.sampled(default=2)
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
 @pytest.mark.parametrize("first", [True, False])
 def test_loaders_of_exact_resume_are_changed_too(tmp_path, first):
@@ -338,6 +339,7 @@ class Classifying(Attending):
         return DataLoader([self.example_input_array[:, 0]], batch_size=3)
 
 
+@pytest.mark.sampled(default=1)
 @pytest.mark.parametrize("structure", ["channel", "unstructured"])
 def test_native_attention_trains_pruned_networks_in_any_order_of_callbacks(vectors, structure):
     def settings():

@@ -100,6 +100,7 @@ def check_processes(rank, strategy, per_step):
     assert_equal(actual, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled(default=2)
 @pytest.mark.parametrize("per_step", [1, 3])
 @pytest.mark.parametrize("strategy", ["ddp", "accel_ddp", "fsdp2"])
 def test_processes_equal_one_large_batch(strategy, per_step):

@@ -191,6 +191,7 @@ ALIKE = [  # found by the same checks, at other options
 ]
 
 
+@pytest.mark.sampled(default=30)
 @pytest.mark.usefixtures("own")
 @pytest.mark.parametrize(
     ("arguments", "said"), [*WRONG, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALIKE)]
@@ -291,6 +292,7 @@ def with_an_object(path, run_folder):
     return "object.ckpt"
 
 
+@pytest.mark.sampled(default=3)
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -338,6 +340,7 @@ def test_wrong_checkpoint(command, run_folder, checkpoints):
         assert not (run_folder / "lightning_logs").exists()
 
 
+@pytest.mark.slow
 def test_an_error_of_one_class_in_a_list_is_shown(command, run_folder, monkeypatch):
     logger = "--trainer.logger=TensorBoardLogger", "--trainer.logger.save_dir=."
     command("fit", "--model=Classifier", *logger, "--print_config")  # its options, which are found once, are as always
@@ -414,6 +417,7 @@ def test_checkpoints_stay_in_the_folder_of_their_run(run_folder, name, said):
         require_names(trainer)
 
 
+@pytest.mark.slow
 def test_logs_stay_in_the_folder_that_is_given(command, run_folder):
     result = command(*OURS, "--trainer.logger+={class_path: CSVLogger, init_args: {save_dir: runs, name: ../..}}")
     assert result.status == 2
@@ -428,6 +432,7 @@ def test_checkpoint_with_objects_is_read_on_request(command, run_folder, checkpo
     assert command(*arguments, "--weights_only=false").status == 0
 
 
+@pytest.mark.slow
 def test_resuming_needs_the_config_of_the_run(command, checkpoints):
     result = command("fit", *OFF, "--data=DigitsDataModule", f"--ckpt_path={checkpoints}")
     assert re.search(r"fit needs the model and the optimizer of its run: give --config", result.err)
@@ -478,6 +483,7 @@ def test_exit_of_own_code_keeps_its_words(command, own):
     assert (result.status, "enough" in result.err) == (1, True)
 
 
+@pytest.mark.slow
 def test_missing_layers_are_refused_even_where_later_ones_are_built(command, run_folder, checkpoints):
     state = torch.load(checkpoints, weights_only=True)
     del state["state_dict"]["norm.weight"]
@@ -515,6 +521,7 @@ def test_folder_without_write_permission(command, run_folder):
     assert re.search(r"cannot write to the log folder .*locked.*: Permission denied", result.err)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own")
 def test_folder_that_nothing_is_written_to_may_be_anywhere(command, run_folder):
     off = ["--trainer.logger=false", "--trainer.enable_checkpointing=false"]

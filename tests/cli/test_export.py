@@ -101,6 +101,7 @@ def test_a_checkpoint_of_a_smaller_model_is_rebuilt_first(command, run_folder):
     assert load_compressed("m.pt2")(torch.rand(3, 1, 8, 8)).shape == (3, 10)
 
 
+@pytest.mark.slow
 def test_options_that_cannot_work_are_refused_before_anything_is_made(command):
     error = command("export", *QUIET, *DIGITS, "--format=onnx", "--output=m.pt2").err
     assert "--output m.pt2: a file of --format onnx ends in .onnx" in error

@@ -42,6 +42,7 @@ KINDS = {
 }
 
 
+@pytest.mark.sampled(slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_new_file_is_predicted(command, run_folder, kind):

@@ -55,6 +55,7 @@ def test_an_interrupted_fit_tells_how_to_go_on(command, run_folder, monkeypatch)
     assert lines_of(again.out)[-1][-2:] == ["--ckpt_path", "null"]  # tune trains from the start
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own")
 def test_a_fit_that_is_told_to_stop_goes_on_from_what_was_saved_then(command, run_folder):
     own = run_folder / "own_module.py"

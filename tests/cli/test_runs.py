@@ -78,6 +78,7 @@ def test_optimizer_and_scheduler_from_the_command_line(command, run_folder):
         assert state["optimizer_states"][0]["param_groups"][0]["lr"] == lr
 
 
+@pytest.mark.slow
 def test_schedule_shorter_than_the_run_is_refused(command, run_folder):
     cycle = ["--lr_scheduler=OneCycleLR", "--lr_scheduler.max_lr=1", "--lr_interval=step"]
     fit = ["fit", *QUIET, *DIGITS, "--optimizer=SGD", *cycle, "--trainer.max_epochs=2"]
@@ -87,6 +88,7 @@ def test_schedule_shorter_than_the_run_is_refused(command, run_folder):
     assert not list(run_folder.rglob("*.ckpt"))
 
 
+@pytest.mark.sampled(default=3)
 @pytest.mark.filterwarnings("ignore:A `OneCycleLR` scheduler is using:RuntimeWarning")
 @pytest.mark.parametrize(
     ("limits", "total_steps", "enough"),
@@ -159,6 +161,7 @@ def test_scheduler_that_watches_a_metric(command):
     assert result.status == 0, result.err
 
 
+@pytest.mark.slow
 def test_later_config_and_command_line_win(command, run_folder):
     (run_folder / "a.yaml").write_text(
         "model: {class_path: MoEClassifier, init_args: {dim: 8, experts: {hidden_dim: 8, num_experts: 3}}}\n"
@@ -408,6 +411,7 @@ def test_only_the_subcommand_that_is_asked_for_gets_options(run_folder):
     assert Counting.subcommands_with_options == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own")
 def test_config_with_sections_of_several_subcommands(command):
     model = {"class_path": "own_module.OwnModule", "init_args": {"width": 3}}
@@ -438,6 +442,7 @@ def test_both_programs_start_two_processes_with_own_module(own, program):
     assert finished.stderr.count("last checkpoint") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own")
 def test_old_names_of_arguments_work_in_configs_and_options(command):
     old = {"class_path": "own_module.Renamed", "init_args": {"factors": [1.0, 2.0], "size": 4}}
@@ -494,6 +499,7 @@ def test_saved_config_with_old_flat_options_of_sequences(command, run_folder):
     assert layout("--data.values=[x]") == layout("--data.layout.values=[x]") == expected | {"values": ["x"]}
 
 
+@pytest.mark.slow
 def test_null_turns_an_option_of_a_dataclass_off(command):
     """The parser passed it on as None, which was read as a text."""
     data = ["--data=SequenceDataModule", "--data.layout.step_column=null", "--data.layout.target", "None"]

@@ -41,6 +41,7 @@ def test_the_checkpoint_counts_in_any_order(command, table, first):
     assert "no checkpoint missing.ckpt" in command("test", *first, "--config=saved.yaml", *last).err
 
 
+@pytest.mark.sampled(default=1)
 @pytest.mark.parametrize(
     "model",
     [

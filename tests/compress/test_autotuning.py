@@ -50,6 +50,7 @@ def fail():
     raise KeyError("buf142")
 
 
+@pytest.mark.sampled(default=2)
 @pytest.mark.parametrize(
     ("tune", "wins"),
     [

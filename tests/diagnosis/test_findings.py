@@ -173,6 +173,7 @@ class SleepingCSV(CSVLogger):
         super().log_metrics(metrics, step)
 
 
+@pytest.mark.sampled(slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 2, 50])
 def test_logging_at_each_step_costs_what_the_logger_takes(clock, every, run_folder):

@@ -52,6 +52,7 @@ def plain(monkeypatch):
     torch.compiler.reset()
 
 
+@pytest.mark.sampled(default=2)
 @pytest.mark.parametrize("pauses", [0, 1, 2])
 def test_breaks_cost_what_they_are_planted_to(pauses):
     module = torch.compile(Pausing(pauses), backend="eager")

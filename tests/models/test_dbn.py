@@ -126,6 +126,7 @@ def test_chains_are_dealt_to_any_number_of_processes():
     assert [len(redistribute_states(states, 9, rank)["chains"]) for rank in range(9)] == [1] * 9
 
 
+@pytest.mark.sampled(default=2)
 @pytest.mark.parametrize("finetune", ["none", "classifier", "updown"])
 def test_the_best_checkpoint_and_early_stopping_are_of_the_last_stage(finetune, run_folder):
     one = model(finetune=finetune, stages=[Stage(epochs=3, lr=0.5, num_chains=6)], finetune_lr=1e-3, finetune_epochs=4)
@@ -170,6 +171,7 @@ def test_annealing_leaves_the_training_as_it_is():
     assert not changed(snapshot(ends[0].stack), snapshot(ends[1].stack))
 
 
+@pytest.mark.sampled(default=3)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.int64, torch.float64])
 @pytest.mark.parametrize("minibatch_size", [None, 2])
 def test_rows_of_any_dtype(dtype, minibatch_size):
@@ -485,6 +487,7 @@ class Keep(L.Callback):
             self.end |= {f"{number}.{name}": value for name, value in learn.state_dict().items()}
 
 
+@pytest.mark.sampled(slow=2)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`", "ignore:Using ModelCheckpoint with manual")
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ def conformity():
     return pytest.mark.parametrize(names, marked, **mark.kwargs)
 
 
+@pytest.mark.sampled(default=6)
 @conformity()
 def test_scikit_learn_accepts(estimator, check):
     check(estimator)

@@ -25,6 +25,7 @@ def circulants(copies=2):
     ]
 
 
+@pytest.mark.slow
 def test_the_cheapest_marks_that_tell_circular_graphs_apart():
     graphs = circulants()
     found = compare_markings(graphs, GIN)
@@ -60,6 +61,7 @@ def test_equal_graphs_of_unequal_targets_take_no_marks():
     assert choose_marking(graphs, GIN) == Marking()
 
 
+@pytest.mark.slow
 def test_graphs_that_differ_need_no_marks_and_checkpoints_load(tmp_path):
     graphs = [Data(edge_index=HEXAGON[:, :n], num_nodes=6, y=torch.tensor([n % 2])) for n in (2, 3) * 10]
     model = RelationalGNN(layers=GIN, marking=Marking("auto", samples=5, train_samples=2))
@@ -110,6 +112,7 @@ def test_targets_of_nodes_are_refused():
         compare_markings([graph], GIN)
 
 
+@pytest.mark.sampled(default=1)
 @pytest.mark.parametrize("of_pyg", [False, True])
 def test_a_model_marks_what_the_training_graphs_need(of_pyg, tmp_path, caplog):
     torch.manual_seed(0)

@@ -275,6 +275,7 @@ def test_a_text_ends_at_the_separator(data):
     assert model._decode([97, 98, 256, 99]) == "ab"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_a_killed_run_ends_with_the_weights_of_one_never_killed(data, tmp_path):
     gate = partial(TopKGate, score="sigmoid", bias_update_rate=0.01)

@@ -73,6 +73,7 @@ def test_validation_figures_are_means_over_rows_not_batches(small):
     assert result["val/accuracy"] == pytest.approx(float((logits.argmax(dim=1) == target).float().mean()))
 
 
+@pytest.mark.slow
 def test_one_model_through_every_trainer_call_and_back(small):
     data = DataLoader(rows(), batch_size=7)
     for _ in range(2):
@@ -257,6 +258,7 @@ def test_subclass_with_its_own_training_step_trains():
     assert trainer.callback_metrics["val/accuracy"] == 1
 
 
+@pytest.mark.sampled(slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "precision", ["bf16-true", *(pytest.param(one, marks=pytest.mark.slow) for one in ("bf16-mixed", "64-true"))]

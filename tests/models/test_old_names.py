@@ -56,6 +56,7 @@ MODELS = {
 GROUPS = ("attention", "layers", "marking", "fine_tuning", "experts", "generation")
 
 
+@pytest.mark.sampled(default=2)
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")  # Lightning's call
 @pytest.mark.parametrize("by_command_line", [False, True])
 @pytest.mark.parametrize("name", MODELS)

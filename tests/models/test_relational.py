@@ -772,6 +772,7 @@ def test_attention_beside_a_convolution_stays_within_each_graph(conv):
     torch.testing.assert_close(block(h, HEXAGON, edges), expected, **CLOSE)
 
 
+@pytest.mark.slow
 def test_positional_encodings_are_features():
     torch.manual_seed(0)
     graphs = [graph(edges, y) for edges, y in ((TRIANGLES, 0), (HEXAGON, 1)) for _ in range(10)]

@@ -23,6 +23,7 @@ def parity_loader(num_sequences: int, shortest: int, longest: int):
     return length_batch_loader([(x, x.cumsum(0) % 2) for x in bits], LengthBatchSampler([*map(len, bits)], 64))
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", ["gru", *(pytest.param(cell, marks=pytest.mark.weekly) for cell in ("rnn", "lstm"))])
 def test_parity_of_up_to_40_bits_holds_for_up_to_256(cell):

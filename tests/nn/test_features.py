@@ -172,6 +172,7 @@ def test_autocast_mixes_dtypes_and_low_precision_modules_run(name):
         layer(x)
 
 
+@pytest.mark.sampled(default=1)
 @pytest.mark.parametrize(
     "name", ["mixture", "feed_forward", "rbm", "classifier", pytest.param("images", marks=pytest.mark.slow), "rnn_step"]
 )

@@ -89,6 +89,7 @@ def test_what_is_certain_is_drawn_even_with_the_largest_random_number(native):
     assert kernel(torch.full((1000,), 50.0), key).min() == 1
 
 
+@pytest.mark.sampled(default=2)
 @pytest.mark.parametrize("p", [1e-6, 1e-3, 0.2, 0.5, 0.9, 1 - 1e-6])
 def test_frequencies_are_binomial(native, p):
     n = 10_000_000

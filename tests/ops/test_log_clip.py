@@ -154,6 +154,7 @@ def test_compiles_whole_under_autocast_and_within_torch_func(straight_through):
     torch.testing.assert_close(slopes(x), derivative(x, straight_through))
 
 
+@pytest.mark.sampled(default=3)
 @modes
 @pytest.mark.parametrize("strict", [False, True])
 def test_exports_with_any_batch(strict, straight_through):

@@ -97,6 +97,7 @@ def test_rename_leaves_other_values_and_their_order():
         assert list(rename({"x": 1, "a": 2, "y": 3}, {"a": "b"}, "One").items()) == [("x", 1), ("b", 2), ("y", 3)]
 
 
+@pytest.mark.slow
 def test_hyperparameters_of_subclasses_are_saved_and_restored(tmp_path):
     model = UserModel(0.5, dim=4, hidden_dim=5)
     assert dict(model.hparams) == {"scale": 0.5, "dim": 4, "hidden_dim": 5}
@@ -110,6 +111,7 @@ def test_hyperparameters_of_subclasses_are_saved_and_restored(tmp_path):
     assert loaded.layer.weight.shape == (5, 4)
 
 
+@pytest.mark.sampled(default=2)
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")  # Lightning's call
 @pytest.mark.parametrize(("loader", "by_command_line"), [(Model, False), (Model, True), (L.LightningModule, True)])
 def test_checkpoints_with_old_names_load(tmp_path, loader, by_command_line):
@@ -152,6 +154,7 @@ def test_old_names_of_options_of_a_dataclass_warn_and_arrive_in_it():
         GroupedModel(layers=2)
 
 
+@pytest.mark.sampled(default=1)
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")  # Lightning's call
 @pytest.mark.parametrize("by_command_line", [False, True])
 @pytest.mark.parametrize(

@@ -57,6 +57,7 @@ def test_matches_the_formula(name, cell, hidden_size, dtype):
         torch.testing.assert_close(gradients(found, inputs, used), gradients(expected, inputs, used), **tolerance)
 
 
+@pytest.mark.sampled(default=2)
 @pytest.mark.parametrize("check", [torch.autograd.gradcheck, torch.autograd.gradgradcheck])
 @pytest.mark.parametrize("cell", CELLS)
 def test_gradients_are_those_of_finite_differences(cell, check):

@@ -211,6 +211,7 @@ def test_nothing_of_the_runs_is_left():
     assert [each() for each in made if each() is not None] == []
 
 
+@pytest.mark.slow
 def test_checkpointing_of_no_block_is_no_option_of_its_own():
     class Flat(L.LightningModule):
         def __init__(self):

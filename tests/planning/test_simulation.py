@@ -123,6 +123,7 @@ def networks() -> list[object]:
     return [*default, *(pytest.param(name, marks=rare[: 1 + (i % 3 > 0)]) for i, name in enumerate(others))]
 
 
+@pytest.mark.sampled(slow=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", networks())
 def test_networks_of_others(name, tmp_path):

@@ -26,6 +26,7 @@ def weights_of(model):
     return {name: weight.detach().clone() for name, weight in model.state_dict().items()}
 
 
+@pytest.mark.sampled(default=1)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_trains_as_float32_does(dtype):
     expected = fit(max_epochs=3)

@@ -84,6 +84,7 @@ def test_masters_equal_those_kept_by_hand(make_optimizer, options):
     assert all(a is b for a, b in zip(held, actual.parameters(), strict=True))
 
 
+@pytest.mark.sampled(default=1)
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 2}])
 def test_learns_as_float32_does(options):
     expected = fit(max_epochs=3, **options)

@@ -178,6 +178,7 @@ def test_versions_of_loggers(tmp_path, kind):
     assert logger.log_dir.endswith("version_5")
 
 
+@pytest.mark.slow
 def test_a_subcommand_without_arguments(monkeypatch):
     monkeypatch.setattr("sys.argv", ["run"])
 

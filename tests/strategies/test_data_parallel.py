@@ -104,6 +104,7 @@ def assert_same(actual, expected, rtol=1e-5, atol=1e-5):
     torch.testing.assert_close(dict(a), dict(b), rtol=rtol, atol=atol)
 
 
+@pytest.mark.sampled(default=1)
 @pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(
     "options",

@@ -104,6 +104,7 @@ def check_equals_one_process(rank, module, options):
     assert not any(parameter._post_accumulate_grad_hooks for parameter in actual.parameters())
 
 
+@pytest.mark.sampled(default=2)
 @pytest.mark.parametrize(
     ("module", "options"),
     [
@@ -130,6 +131,7 @@ def test_change_between_micro_batches_is_refused():
     run_ranks(check_change_between_micro_batches)
 
 
+@pytest.mark.slow
 def test_fit_again_and_copies():
     """The hooks of one fit stay neither in the module nor in the strategy."""
     run_ranks(check_fit_again)

@@ -71,6 +71,7 @@ def check_rows(rank):
     return seen
 
 
+@pytest.mark.slow
 def test_processes_are_counted_by_the_launcher_and_not_by_devices():
     *replicas, (first, second) = zip(*run_ranks(check_rows, timeout_s=60), strict=True)
     for one, other in replicas:

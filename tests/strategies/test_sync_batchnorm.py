@@ -250,6 +250,7 @@ def check_fully_shard_refuses(rank):
         convert_sync_batchnorm_(layer)
 
 
+@pytest.mark.sampled(default=2)
 @pytest.mark.parametrize(("layer_of_its_own", "convert_last"), [(False, False), (True, False), (False, True)])
 def test_sharded_model_equals_one_process(layer_of_its_own, convert_last):
     run_ranks(check_fully_shard, layer_of_its_own, convert_last)

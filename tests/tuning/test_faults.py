@@ -74,6 +74,7 @@ def test_a_damaged_journal_is_named(tmp_path, text):
         journal_of(tmp_path)
 
 
+@pytest.mark.sampled(default=2)
 @pytest.mark.parametrize("num_lines", [0, 1, 5, 8])
 def test_a_search_that_a_full_disk_ends_goes_on_when_there_is_room(world, tmp_path, num_lines):
     whole = run(tmp_path / "whole")

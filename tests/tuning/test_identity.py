@@ -110,6 +110,7 @@ def test_imported_code_is_told_from_packages_and_the_standard_library(tmp_path, 
     assert state_of([str(own)], ["torch", "no-such-package"])["versions"]["no-such-package"] is None
 
 
+@pytest.mark.slow
 def test_other_changes_may_be_allowed_between_searches(monkeypatch, tmp_path):
     """What was measured holds, and what is decided is what a new search decides."""
     world = World(monkeypatch)
@@ -125,6 +126,7 @@ def test_other_changes_may_be_allowed_between_searches(monkeypatch, tmp_path):
     assert names(run(tmp_path / "tuned")) == ["compile", "precision"]
 
 
+@pytest.mark.slow
 def test_what_a_smaller_budget_cut_short_is_repeated(monkeypatch, tmp_path):
     world = World(monkeypatch)
     world.start_seconds = {"compile": 20}

@@ -40,6 +40,7 @@ def test_what_shortens_a_sample_is_joined_however_long_it_starts(world, tmp_path
     assert {factor.kind for factor in outcome.chosen} == {"equal", "rounding"}
 
 
+@pytest.mark.slow
 def test_the_report_is_of_milliseconds(world, tmp_path):
     world.start_seconds = {"compile": 90}
     overlay, report, whole, _ = write_outcome(run(tmp_path, goal="latency"), tmp_path, "a test", "2030-01-02")

@@ -86,6 +86,7 @@ def test_shares_of_a_step_are_where_its_time_goes(tmp_path):
         assert shares.data + shares.optimizer < 1
 
 
+@pytest.mark.slow
 def test_losses_are_those_that_steps_return(tmp_path, monkeypatch):
     module = SlowEverywhere(automatic=True)
     monkeypatch.setattr(Variant, "start", lambda *_: fit(module, StepRecorder(tmp_path / "seed_3", with_losses=True)))

@@ -159,6 +159,7 @@ def test_variants_that_do_not_fit_beside_each_other_take_turns_alone(tmp_path, s
     assert not (tmp_path / "trials").exists()
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_turns_are_kept_where_the_next_start_does_not_fit_into_the_budget(tmp_path, server, monkeypatch):
     """And what had no time to warm up does not count as warm."""

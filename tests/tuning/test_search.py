@@ -224,6 +224,7 @@ def names(outcome):
     return sorted(factor.group for factor in outcome.chosen)
 
 
+@pytest.mark.slow
 def test_winners_are_joined_and_losers_are_not(world, tmp_path):
     outcome = run(tmp_path)
     assert names(outcome) == ["compile", "precision"]
@@ -322,6 +323,7 @@ def test_what_the_others_make_useless_is_left_out_again(world, tmp_path, monkeyp
     assert len(outcome.without) > 2
 
 
+@pytest.mark.slow
 def test_a_change_that_helps_only_beside_others_is_added(world, tmp_path):
     world.speed = {"precision": 1.4, "channels_last": 0.95, "fused_optimizer": 0.8}
     world.pairs = {frozenset({"precision", "channels_last"}): 1.3, frozenset({"precision", "fused_optimizer"}): 2.0}
@@ -409,6 +411,7 @@ def test_a_start_that_does_not_pay_beside_the_others_is_not_waited_for(monkeypat
     assert world.needed["['precision', 'compile']"] == pytest.approx(1 / (1 - 15 / 25))
 
 
+@pytest.mark.slow
 def test_a_failing_change_is_a_row_and_the_rest_goes_on(world, tmp_path):
     world.fails = {"compile": "killed by SIGSEGV"}
     outcome = run(tmp_path)
@@ -493,6 +496,7 @@ def test_compilation_has_to_pay_within_the_planned_run(monkeypatch, tmp_path):
     assert found.reason == "pays after 1200 steps; the run has 1000"
 
 
+@pytest.mark.slow
 def test_nothing_is_handed_back_that_is_not_faster(world, tmp_path):
     world.speed = {"precision": 1.01}
     (tmp_path / "tuned.yaml").write_text("of an earlier search")
@@ -508,6 +512,7 @@ def test_a_run_that_does_not_work_as_it_is_ends_the_search(world, tmp_path, monk
         run(tmp_path)
 
 
+@pytest.mark.slow
 def test_an_interrupted_search_goes_on_and_decides_alike(world, tmp_path):
     whole = run(tmp_path / "whole")
     for interruption in range(3):
@@ -540,6 +545,7 @@ def test_an_interrupted_search_hands_back_the_best_so_far(world, tmp_path):
     assert not any("NOT YET COMPARED" in file.read_text() for file in files)
 
 
+@pytest.mark.slow
 def test_what_is_not_shown_to_be_better_is_no_change_to_take(world, tmp_path):
     outcome = run(tmp_path)
     assert outcome.changes != Changes()
@@ -593,6 +599,7 @@ def test_measurements_of_another_run_are_not_mixed(world, tmp_path):
         run(tmp_path, identity={"of": "another"})
 
 
+@pytest.mark.slow
 def test_the_overlay_says_what_each_line_gained(world, tmp_path):
     overlay, report, whole, _ = write_outcome(run(tmp_path), tmp_path, "lightning-accel tune", "2030-01-02")
     content = yaml.safe_load(overlay.read_text())
@@ -790,6 +797,7 @@ def test_factors_are_those_that_the_run_admits(monkeypatch):
     assert not {"threads=1", "fused_rnn", "fused_messages"} & tried(device="cuda")
 
 
+@pytest.mark.slow
 def test_settings_of_ddp_are_tried_where_there_are_several_ranks():
     def found(**ddp):
         facts = FACTS | {"world_size": 2, "threads": 1, "ddp": {"is_plain": True} | ddp}

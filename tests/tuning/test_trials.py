@@ -126,6 +126,7 @@ def group_is(variant, states, seconds=120):
     return is_so
 
 
+@pytest.mark.sampled(slow=5)
 @pytest.mark.parametrize(
     ("make", "reason"),
     [

@@ -130,6 +130,7 @@ def test_copy_has_the_weights_and_no_trainer():
     assert made.net[0].weight is not module.net[0].weight
 
 
+@pytest.mark.sampled(default=1)
 @pytest.mark.parametrize(
     "optimizer", [[], ["--model.optimizer=SGD", "--model.optimizer.lr=0.1"]], ids=["default", "given"]
 )
@@ -262,6 +263,7 @@ def check_planned_batches_are_whole(rank):
     return list(map(len, loader)), list(map(len, undistributed(loader)))
 
 
+@pytest.mark.slow
 def test_planned_batches_are_whole():
     for own, everything in run_ranks(check_planned_batches_are_whole):
         assert own == [2, 2]

@@ -103,6 +103,7 @@ def test_export_of_a_checkpoint_says_that_it_does_not_quantize(tmp_path):
     assert callback.exported is not None
 
 
+@pytest.mark.slow
 def test_a_file_of_a_checkpoint_tells_its_step_and_that_it_gives_probabilities(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(Export, "_measure", MagicMock())  # takes seconds
     module = Own()
@@ -233,6 +234,7 @@ def test_what_quantization_left_is_exported_whatever_the_order(onnx, tmp_path):
     torch.testing.assert_close(load_compressed(callback.exported.path)(x), module.eval().net(x))
 
 
+@pytest.mark.slow
 def test_what_cannot_work_is_refused_before_training(tmp_path):
     class Blind(Own):
         validation_step = L.LightningModule.validation_step
@@ -269,6 +271,7 @@ class Noise(nn.Module):
         return x + torch.randn_like(x)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch, through Lightning
 def test_a_model_that_its_file_does_not_follow_leaves_no_file(tmp_path):
     module, callback = Draws(), Export(compare=False)
@@ -279,6 +282,7 @@ def test_a_model_that_its_file_does_not_follow_leaves_no_file(tmp_path):
     assert not list(tmp_path.glob("*.pt2"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch, through Lightning
 def test_a_report_that_fails_leaves_the_file(tmp_path, monkeypatch):
     def fails(*_):
@@ -432,6 +436,7 @@ class Chooses(Own):
         self.log("val/loss", self(batch[0]).sum())
 
 
+@pytest.mark.slow
 def test_what_cannot_be_traced_is_refused_before_training(tmp_path):
     hint = r"Export would fail at the end of the run: Chooses .*depends on values.*Export\(module='net'\) would"
     with pytest.raises(ExportError, match=hint):
@@ -489,6 +494,7 @@ class Late(Own):
         self.log("val/loss", self(batch[0], 1 if batch_idx < 2 else 2).sum())
 
 
+@pytest.mark.slow
 def test_a_file_that_fails_in_validation_is_told_and_takes_no_default_of_its_own(tmp_path):
     callback = Export(filename="late", compare=False)
     with (
@@ -515,6 +521,7 @@ class Fixed(Own):
         self.log("val/loss", self(batch[0]).sum())
 
 
+@pytest.mark.slow
 def test_batches_of_one_size_are_exported_where_loaders_give_no_other(tmp_path):
     callback = Export(compare=False)
     fit(Fixed(), [callback], tmp_path, Rows(8, drop_last=True))

@@ -400,6 +400,7 @@ def check_a_failure_in_the_first_process_ends_no_run(rank, folder):
     return [str(one.message) for one in caught if "Quantization" in str(one.message)]
 
 
+@pytest.mark.slow
 def test_a_failure_in_the_first_process_ends_no_run(tmp_path):
     found = run_ranks(check_a_failure_in_the_first_process_ends_no_run, tmp_path)
     assert found == [["Quantization failed, and the model is kept in float: RuntimeError: planted"], []]

@@ -34,6 +34,7 @@ def fit(module, folder, *callbacks):
     return trainer
 
 
+@pytest.mark.slow
 def test_forms_are_validated_by_perplexity_that_is_not_logged(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     figures, options = [], {}
@@ -75,6 +76,7 @@ class OfEmbeddings(Transformer):
         self.log("val_loss", self.model(inputs_embeds=embedded).logits.logsumexp(-1).mean())
 
 
+@pytest.mark.slow
 def test_perplexities_that_cannot_be_measured_are_refused_before_training(tmp_path):
     pytest.importorskip("transformers")
     perplexity = partial(Quantization, module="model", monitor="perplexity")

@@ -87,6 +87,7 @@ def by_hand(steps_from, num_batches, accumulate=1, clip=None, dtype=None):
     return weights(module), ranges
 
 
+@pytest.mark.sampled(default=2)
 @pytest.mark.parametrize(
     ("options", "same"),
     [({}, {}), ({"accumulate_grad_batches": 3}, {"accumulate": 3}), ({"gradient_clip_val": 0.1}, {"clip": 0.1}),
@@ -123,6 +124,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.sampled(slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["all", "a submodule", "a layer", "in place"])
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")  # of Dynamo, which Lightning's steps are broken up by
@@ -155,6 +157,7 @@ def keeper(folder, step):
     return ModelCheckpoint(folder, "kept", every_n_train_steps=step, save_top_k=-1)
 
 
+@pytest.mark.sampled(default=1, slow=4)
 @pytest.mark.parametrize(
     ("saver", "step"),  # of 6 an epoch: before int8 begins, and in it
     [(keeper, 8), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((keeper, 2), (SaveAt, 8), (SaveAt, 4)))],

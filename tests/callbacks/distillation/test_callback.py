@@ -203,6 +203,7 @@ def test_every_token_of_a_language_model_counts():
             torch.testing.assert_close(module.state_dict()[name], value, rtol=1e-6, atol=1e-7)  # float32 inside
 
 
+@pytest.mark.slow
 def test_classifiers_teach_each_other():
     torch.manual_seed(2)
     teacher = MoEClassifier(5, 3, dim=8, experts=Experts(4, hidden_dim=6))
@@ -432,6 +433,7 @@ class Validated(Own):
         self.net(batch[0])
 
 
+@pytest.mark.sampled(default=1)
 @pytest.mark.filterwarnings("ignore:.*no `val_dataloader`")
 @pytest.mark.parametrize("structure", ["unstructured", "channel"])
 def test_a_dense_teacher_is_kept_for_a_run_that_goes_on(tmp_path, structure):
@@ -491,6 +493,7 @@ def test_resumed_runs_have_the_same_teacher(tmp_path):
     torch.load(tmp_path / "2.ckpt", weights_only=True)
 
 
+@pytest.mark.slow
 def test_teachers_are_loaded_without_pickle(tmp_path):
     torch.manual_seed(3)
     one = Classifier(5, 3, hidden_dims=[9])
@@ -533,6 +536,7 @@ def test_a_config_builds_the_teacher():
         assert made.temperature == 2.0
 
 
+@pytest.mark.sampled(default=1)
 @pytest.mark.parametrize("in_place", [True, False])
 def test_a_compiled_submodule_is_not_compiled_again(in_place):
     """With no compiler behind it: what is counted is how often its code is looked at, with the callback and without."""
@@ -694,6 +698,7 @@ def test_processes_train_our_own_as_one(tmp_path, name, strategy):
     run_ranks(check_split, name, strategy, tmp_path)
 
 
+@pytest.mark.slow
 def test_devices_of_one_process_train_as_one():
     for name in ("plain", "classifier"):
         split = run_split(name, "other", strategy="accel_dp", devices=2, rows=16)

@@ -189,6 +189,7 @@ def test_a_run_that_fails_leaves_no_hook(tmp_path):
     assert not module.first._forward_hooks
 
 
+@pytest.mark.sampled(default=1)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.usefixtures("empty_pictures")
 def test_a_step_is_remembered_once_and_logged_where_the_loggers_record(tmp_path, micro_batches):
@@ -220,6 +221,7 @@ def test_a_frozen_mixture_does_not_stop_the_others(tmp_path):
     assert len(callback.loads[-1]) == len(callback.names) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("empty_pictures")
 def test_mixtures_that_the_module_does_not_watch_are_watched(tmp_path):
     class Encoder(nn.Module):

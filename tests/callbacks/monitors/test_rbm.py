@@ -109,6 +109,7 @@ def test_picture_lies_in_the_run_folder_and_in_tensorboard(tmp_path):
     assert drawn == [(f"rbm/{name}", step) for step in (4, 8) for name in ("lower", "upper.inner")]
 
 
+@pytest.mark.slow
 def test_loggers_that_take_images_get_them(tmp_path):
     class Images(L.pytorch.loggers.CSVLogger):
         images = []  # noqa: RUF012
@@ -169,6 +170,7 @@ def test_at_most_32_samples_are_kept_and_none_of_the_batch(tmp_path):
     assert callback._samples.values.untyped_storage().nbytes() == 32 * 12 * 4
 
 
+@pytest.mark.slow
 def test_without_validation_training_rows_are_drawn_at_the_end(tmp_path):
     module, callback = OneMachine(), RBMMonitor()
     trainer(callback, tmp_path).fit(module, loaders(False)[0])
@@ -193,6 +195,7 @@ def test_validation_outside_of_a_fit_draws_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of Lightning's own, which pytest.warns raises anew
 def test_rows_that_fit_no_machine_are_told(tmp_path):
     class Encoded(OneMachine):
@@ -204,6 +207,7 @@ def test_rows_that_fit_no_machine_are_told(tmp_path):
     assert (tmp_path / "figures" / "rbm_rbm.png").exists()
 
 
+@pytest.mark.sampled(default=1)
 @pytest.mark.parametrize(
     "rbm",
     [
@@ -291,6 +295,7 @@ def test_each_filter_has_a_colour_scale_of_its_own():
         assert (filter_.min(), filter_.max()) == (-1, pytest.approx(0.5))
 
 
+@pytest.mark.slow
 def test_machines_are_drawn_while_they_are_trained(tmp_path, monkeypatch):
     """A belief network ends in a classifier, whose layers are no RBMs any more."""
     drawn = []

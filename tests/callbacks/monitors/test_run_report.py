@@ -99,6 +99,7 @@ def test_another_fit_of_the_trainer_counts_anew_and_overwrites_nothing(tmp_path)
     assert names(tmp_path) == sorted([*files, "run_report_3_curves.png"])  # of the fit that validated twice
 
 
+@pytest.mark.sampled(default=2)
 @pytest.mark.parametrize(
     ("options", "files"),
     [
@@ -148,6 +149,7 @@ def drawn(monkeypatch):
     return figures
 
 
+@pytest.mark.slow
 def test_pictures_have_units_and_mark_the_best_checkpoint(tmp_path, drawn):
     report = RunReport()
     made(tmp_path, report).fit(Steps(), rows(4), rows(1))
@@ -181,6 +183,7 @@ def test_batches_of_graphs_are_noticed(tmp_path):
     assert not report.has_graphs
 
 
+@pytest.mark.sampled(default=1)
 @pytest.mark.parametrize(
     ("keeper", "epochs", "is_told"),
     [
@@ -199,6 +202,7 @@ def test_a_loss_that_rises_to_the_end_is_told_unless_the_best_is_kept(keeper, ep
     assert (text in " ".join(told.split())) == is_told  # lines of the table are broken
 
 
+@pytest.mark.slow
 def test_rates_are_not_written_as_powers_of_ten(tmp_path, drawn):
     report = RunReport()
     made(tmp_path, report, max_epochs=1).fit(Steps(), rows(1), rows(1))
@@ -208,6 +212,7 @@ def test_rates_are_not_written_as_powers_of_ten(tmp_path, drawn):
     assert ("samples", "18,412 a second") in summary.table().rows
 
 
+@pytest.mark.slow
 def test_long_curves_are_thinned(tmp_path, monkeypatch):
     monkeypatch.setattr(run_report, "_MOST_POINTS", 4)
     report = RunReport()
@@ -237,6 +242,7 @@ def test_a_profiler_of_the_user_stays_and_gets_all_actions(tmp_path):
     assert report[0].summary.parts["forward"] > 0
 
 
+@pytest.mark.sampled(default=1)
 @pytest.mark.parametrize("broken", ["attach_run_parts", "peak_bytes", "print_tables", "write_atomically"])
 def test_errors_become_warnings(broken, tmp_path, monkeypatch):
     def fail(*_, **__):
@@ -256,6 +262,7 @@ def test_without_matplotlib_there_is_no_picture_and_no_warning(tmp_path, monkeyp
     assert names(tmp_path) == ["run_report.json"]
 
 
+@pytest.mark.slow
 def test_the_share_of_the_peak_is_counted_in_one_batch(tmp_path, monkeypatch):
     monkeypatch.setattr(run_report, "_COUNT_AFTER", 0.0)
     monkeypatch.setattr(run_report, "num_compiled_graphs", lambda: 0)
@@ -267,6 +274,7 @@ def test_the_share_of_the_peak_is_counted_in_one_batch(tmp_path, monkeypatch):
     assert report.summary.share_of_peak == pytest.approx(12 * flops / training / 1e6)
 
 
+@pytest.mark.slow
 def test_numbers_that_are_not_finite_are_none_in_json(tmp_path):
     class Lost(Steps):
         def validation_step(self, batch, batch_idx):
@@ -296,6 +304,7 @@ def test_the_first_rank_reports_how_long_it_waits_for_the_other():
     run_ranks(check_waiting)
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_a_warning_and_no_half_written_picture(tmp_path, monkeypatch):
     def fill(figure, path, **_):
         Path(path).write_bytes(b"half")

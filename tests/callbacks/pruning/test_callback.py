@@ -103,6 +103,7 @@ class Watch(L.Callback):
                     assert value.shape != parameter.shape or (value[~kept] == 0).all()
 
 
+@pytest.mark.sampled(default=2)
 @pytest.mark.parametrize("optimizer", [ADAMW, SGD, partial(torch.optim.RMSprop, momentum=0.5), torch.optim.Adagrad])
 @pytest.mark.parametrize("scope", ["layer", "global", "erk"])
 def test_zeros_follow_the_schedule_and_stay(optimizer, scope):
@@ -230,6 +231,7 @@ def test_what_is_pruned_stays_so_whatever_the_criterion_gives_for_zeros():
     assert pruning.sparsity() == pytest.approx(0.8, abs=0.01)
 
 
+@pytest.mark.sampled(default=1)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "fp16", "bf16-true"])
 def test_low_precision(precision):
     options = {"plugins": [AmpPrecision("fp16", init_scale=2.0**22)]} if precision == "fp16" else {}
@@ -242,6 +244,7 @@ def test_low_precision(precision):
     assert share_of_zeros(module) == pytest.approx(0.8, abs=0.01)
 
 
+@pytest.mark.sampled(default=1)
 @pytest.mark.parametrize("first", [True, False])
 def test_an_exponential_average_has_the_zeros(first, tmp_path):
     module = Net()
@@ -257,6 +260,7 @@ def test_an_exponential_average_has_the_zeros(first, tmp_path):
         assert (saved[name][kept] != 0).any()
 
 
+@pytest.mark.sampled(default=1)
 @pytest.mark.parametrize(
     ("first", "norm"),
     [(True, True), (False, False),
@@ -271,6 +275,7 @@ def test_a_stochastic_average_has_the_zeros(first, norm):
         assert (module.get_parameter(name)[~kept] == 0).all()
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_has_the_target(tmp_path):
     """The module is best at first, when it is dense."""
 
@@ -384,6 +389,7 @@ def test_what_n_of_m_does_not_fit_is_named():
     assert all(reason.endswith("inputs, no multiple of 4, for 2:4") for reason in reasons)
 
 
+@pytest.mark.sampled(default=1)
 @pytest.mark.parametrize("name", ["classifier", "language_model", "sequence", "belief_network"])
 def test_our_modules_end_with_the_zeros(name):
     module, data = make(name, num_rows=16)
@@ -414,6 +420,7 @@ def test_a_fit_that_goes_on_keeps_its_masks():
     assert share_of_zeros(other) == pytest.approx(0.8, abs=0.01)
 
 
+@pytest.mark.slow
 def test_a_dense_checkpoint_is_pruned_from_where_it_is(tmp_path):
     trainer = fit(Net(), [], max_epochs=1)
     trainer.save_checkpoint(tmp_path / "dense.ckpt")
@@ -510,6 +517,7 @@ def test_fewer_weights_than_outputs_are_told_before_training():
         fit(module, Pruning(0.97, scope="layer", exclude=["net.0", "net.5"]))
 
 
+@pytest.mark.slow
 def test_mixture_and_plain_module_with_blocks():
     for module, data in ((Plain(), make("plain", num_rows=16)[1]), (MoEClassifier(8, 3), rows(16))):
         pruning = Pruning(0.6, end=2, every_n_steps=1)
@@ -558,6 +566,7 @@ def squares(name: str, weight: torch.Tensor) -> torch.Tensor:
     return weight.square()
 
 
+@pytest.mark.sampled(default=3)
 @pytest.mark.parametrize(
     ("make_stopping", "end", "options", "warns"),
     [

@@ -232,6 +232,7 @@ def test_the_best_is_one_of_the_smaller_ones(tmp_path):
     assert sizes(load_pruned(Own(), keeper.best_model_path)) == [4, 6, 5, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*weights_only:FutureWarning")
 def test_averages_become_smaller_too_and_a_resumed_run_goes_on_with_them(tmp_path):
     moments = ["step 4", "step 9"]  # channels are removed between them

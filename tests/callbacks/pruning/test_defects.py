@@ -28,6 +28,7 @@ def linear_zeros(module):
     return sum(int((value == 0).sum()) for value in values) / sum(value.numel() for value in values)
 
 
+@pytest.mark.slow
 def test_the_share_is_what_was_asked_for_however_many_epochs_there_are():
     """Theirs prunes half of what is left in each epoch."""
     module = Net()
@@ -47,6 +48,7 @@ class SaveAfterTwo(L.Callback):
             trainer.save_checkpoint(self.path)
 
 
+@pytest.mark.sampled(default=1)
 @pytest.mark.parametrize("permanent", [True, False])
 def test_resumed_runs_have_the_masks(tmp_path, permanent):
     """Theirs loses its masks where zeros were made permanent, and else cannot load its own checkpoint."""
@@ -83,6 +85,7 @@ def test_the_best_checkpoint_is_a_sparse_one(tmp_path, make):
     assert zeros == pytest.approx(0.5 if make is ours else 0, abs=0.01)
 
 
+@pytest.mark.sampled(default=2)
 @pytest.mark.parametrize(
     "average", [lambda: EMAWeightAveraging(decay=0.9), lambda: StochasticWeightAveraging(0.01, swa_epoch_start=2)],
     ids=["EMA", "SWA"],
@@ -127,6 +130,7 @@ class Recurs(Net):
         return self.net(self.lstm(x.view(-1, 2, 4).transpose(0, 1))[0][-1])
 
 
+@pytest.mark.slow
 def test_recurrent_weights_are_pruned():
     """Theirs passes them by without a word."""
     module = Recurs()

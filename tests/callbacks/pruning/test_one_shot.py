@@ -65,6 +65,7 @@ def test_masks_are_those_of_the_function_and_data_come_as_ever(data):
         assert value[mask].all()
 
 
+@pytest.mark.sampled(default=2)
 @pytest.mark.parametrize(("begin", "method"), [(0.0, "wanda"), (1.0, "sparsegpt"), (5, "sparsegpt")])
 def test_pruned_at_its_step_from_what_the_module_is_then(begin, method, monkeypatch):
     seen = {}
@@ -109,6 +110,7 @@ def test_averages_start_anew_from_the_pruned_weights(begin, monkeypatch):
         torch.testing.assert_close(value, pruned, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_resumed_with_equal_bits(tmp_path):
     def run(steps=(), resume=None):
         torch.manual_seed(1 if resume is None else 2)
@@ -164,6 +166,7 @@ def check_pruned_weights(rank, name, strategy):
     return pruned_weights(name, 2, strategy)
 
 
+@pytest.mark.sampled(slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "strategy"),

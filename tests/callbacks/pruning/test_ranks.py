@@ -117,6 +117,7 @@ def check_zeros_in_every_part(rank, name, strategy):
     return masks, pruning.sparsity()
 
 
+@pytest.mark.sampled(slow=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "strategy"),

@@ -67,6 +67,7 @@ SAVED_BEFORE = [pytest.param(kind, True, id=f"{kind}, saved before pruning") for
 SAVED_AFTER = [pytest.param(kind, False, id=kind) for kind in KINDS]
 
 
+@pytest.mark.sampled(default=1)
 @pytest.mark.parametrize(("kind", "first"), SAVED_BEFORE + SAVED_AFTER)
 def test_one_process(tmp_path, kind, first):
     steps = [2, 5, 12]
@@ -165,6 +166,7 @@ def check_resumed(rank, folder, name, kinds, steps):
             assert_same(go(resume=place / f"{step}.ckpt"), whole)
 
 
+@pytest.mark.sampled(slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kinds", "steps"),

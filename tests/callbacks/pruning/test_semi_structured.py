@@ -161,6 +161,7 @@ def test_layers_are_plain_after_the_fit(kernel):
     assert not is_sparse(model.net["head"].weight)
 
 
+@pytest.mark.sampled(default=2)
 @pytest.mark.parametrize("saved", ["between steps", "after the fit", "not at all"])
 def test_a_run_that_goes_on_has_the_bits_of_one_that_was_not_interrupted(kernel, tmp_path, saved):
     expected, model, resumed = net(), net(), Net()

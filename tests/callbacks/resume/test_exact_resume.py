@@ -203,6 +203,7 @@ def test_every_moment_of_saving(tmp_path, module, limit):
         assert_goes_on(resumed, whole, moment)
 
 
+@pytest.mark.sampled(slow=6)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("loader", "module"),
@@ -219,6 +220,7 @@ def test_every_kind_of_loader(tmp_path, loader, module):
         assert whole.rows[0] != whole.rows[len(whole.rows) // 3], "each epoch has an order of its own"
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_and_a_second_stop(tmp_path):
     options = {"accumulate_grad_batches": 2, "limit_train_batches": 5}
     whole = fit(tmp_path, moments=["step 4"], **options)
@@ -312,6 +314,7 @@ def check_ranks(rank, folder, name):
             assert_goes_on(resumed, whole, f"{moment} {limit}")
 
 
+@pytest.mark.sampled(slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_rank_goes_on(tmp_path, name):

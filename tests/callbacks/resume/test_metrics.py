@@ -152,6 +152,7 @@ PAIRS = [
 CASES = [(*way, moment) for way in WAYS for moment in MOMENTS]
 
 
+@pytest.mark.sampled(slow=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheduler", "accumulated", "moment"),
@@ -200,6 +201,7 @@ def test_a_run_that_is_stopped_again_and_again(tmp_path):
     check(tmp_path, *moments, scheduler="plateau train")
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",

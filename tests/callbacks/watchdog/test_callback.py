@@ -64,6 +64,7 @@ def fit(data, watchdog, *callbacks, module=None, **options):
     return module
 
 
+@pytest.mark.sampled(default=2)
 @pytest.mark.parametrize(
     "options", [{}, {"manual": True}, {"precision": "bf16-mixed"}, {"gradient_clip_val": 0.1}], ids=str
 )

@@ -179,6 +179,7 @@ def test_layers_in_scripts_are_left_out_and_no_hook_stays():
     assert not any(one._forward_hooks or one._forward_pre_hooks for one in module.modules() if one is not module.net[1])
 
 
+@pytest.mark.slow
 def test_the_number_of_the_batch_is_that_of_the_step():
     class Second(Net):
         def training_step(self, batch, batch_idx):

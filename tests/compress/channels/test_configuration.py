@@ -68,6 +68,7 @@ def assert_read_back(model, batch, folder):
     torch.testing.assert_close(again(**batch)[0], before[0], rtol=0, atol=0)
 
 
+@pytest.mark.sampled(default=1)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "olmoe", *(pytest.param(one, marks=pytest.mark.slow) for one in
                                                      ["bert", "distilbert", "mistral", "qwen3", "t5"])])  # fmt: skip
 def test_width(name, tmp_path):

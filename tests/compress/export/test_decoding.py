@@ -67,6 +67,7 @@ def written(tmp_path_factory):
     return write
 
 
+@pytest.mark.sampled(slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "format"),
@@ -166,6 +167,7 @@ def test_positions_that_change_with_the_length_of_the_text_are_refused():
         CachedDecoder(model, 30).calls(prompts())
 
 
+@pytest.mark.weekly
 @SLOW
 def test_half_precision_may_differ_by_its_roundings(tmp_path):
     model = model_of("llama")
@@ -222,6 +224,7 @@ def fit(module: L.LightningModule, name: str, folder, *callbacks: L.Callback) ->
     trainer.fit(module, ZOO[name].loader(), ZOO[name].loader(4))
 
 
+@pytest.mark.weekly
 @SLOW
 def test_export_after_a_fit(tmp_path):
     pytest.importorskip("transformers")

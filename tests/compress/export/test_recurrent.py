@@ -65,6 +65,7 @@ class TestFiles:
         module = Steps(cell).eval()
         self.check(module, [module.call(6, 6), module.call(7, 5)], tmp_path / "m.pt2", "pt2")
 
+    @pytest.mark.sampled(slow=2)
     @pytest.mark.slow
     @pytest.mark.parametrize("arguments", [1, 3])
     def test_onnx_has_one_operator_for_each_layer(self, cell, arguments, tmp_path):
@@ -122,6 +123,7 @@ def test_int8_in_onnx_runtime(cell):
         assert form.file_bytes < skipped.file_bytes
 
 
+@pytest.mark.slow
 def test_compiled_forms_hold_one_call_for_each_layer(monkeypatch):
     graphs = []
     monkeypatch.setattr(torch._inductor, "compile", lambda graph, *args, **kwargs: graphs.append(graph) or graph)

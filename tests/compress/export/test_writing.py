@@ -376,6 +376,7 @@ MODELS = {
 }
 
 
+@pytest.mark.sampled(slow=5)
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["pt2", pytest.param("onnx", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
@@ -513,6 +514,7 @@ def transformers_call(name):
     return getattr(transformers, name)(getattr(transformers, config)(**options)).eval(), inputs
 
 
+@pytest.mark.sampled(slow=2)
 @pytest.mark.parametrize(
     ("name", "format"),
     [

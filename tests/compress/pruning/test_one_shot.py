@@ -363,6 +363,7 @@ def test_a_layer_that_is_called_twice_counts_all_its_inputs():
     torch.testing.assert_close(shared.weight, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(default=3)
 @pytest.mark.parametrize("name", ["gpt2", "olmoe", "t5", "whisper", "swin", "gps"])
 def test_networks_that_nobody_here_wrote(name, recwarn):
     model = ZOO[name]

@@ -253,6 +253,7 @@ def experts_of_transformers(name):
     return CachedDecoder(kind(config), 20).eval()
 
 
+@pytest.mark.sampled(slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
@@ -371,6 +372,7 @@ def test_forms_of_models_above_the_size_of_a_file(monkeypatch, tmp_path):
     assert torch.equal(load_compressed(path)(*calls[0][0]), whole[1].run(*calls[0][0]))
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param("llama", marks=pytest.mark.weekly), "gpt2", pytest.param("olmoe", marks=pytest.mark.weekly)]

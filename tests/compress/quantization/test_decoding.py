@@ -141,6 +141,7 @@ def test_the_model_as_it_is_has_no_file_for_the_reason_that_its_program_has_none
     assert reasons[::2] == ["torch.export cannot trace it", "it needs memory"]
 
 
+@pytest.mark.slow
 def test_reasons_are_in_the_report_where_nothing_can_be_picked(makers):
     decoder = decoder_of()
     judged = judged_trial(decoder.model, [FAST, SLOW])

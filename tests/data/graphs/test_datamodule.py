@@ -354,6 +354,7 @@ class SaveAfterTwo(L.Callback):
             trainer.save_checkpoint(f"{trainer.default_root_dir}/second.ckpt")
 
 
+@pytest.mark.sampled(default=2)
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("kind", ["graphs", "budget", "neighbours"])
 def test_a_run_stopped_in_mid_epoch_goes_on_with_the_next_batch(tmp_path, kind, exact):
@@ -401,6 +402,7 @@ def test_a_checkpoint_of_other_graphs_is_refused():
             ready(**change).load_state_dict(state)
 
 
+@pytest.mark.slow
 def test_options_are_read_from_a_command_line(monkeypatch):
     monkeypatch.setattr("sys.argv", ["fit"])
 

@@ -84,6 +84,7 @@ def told(make, found, **options):
     return [str(one.message) for one in caught if "list an edge" not in str(one.message)]
 
 
+@pytest.mark.slow
 def test_copies_of_training_graphs_and_graphs_without_nodes_are_told(make):
     found = random_graphs(leak=lambda y, node: node % 3)
     assert not told(make, found)
@@ -96,6 +97,7 @@ def test_copies_of_training_graphs_and_graphs_without_nodes_are_told(make):
     assert re.match("1 of 61 graphs of .* have no nodes, so that they all get one prediction", empty)
 
 
+@pytest.mark.slow
 def test_features_that_tell_the_target_are_told(make):
     (of_graphs,) = told(make, random_graphs(leak=lambda y, node: float(y)))
     assert "that tell the target of the training rows on their own" in of_graphs
@@ -122,6 +124,7 @@ def test_one_hot_features_of_a_table_are_one_text(write):
         data.setup()
 
 
+@pytest.mark.slow
 def test_edges_that_tell_the_target_constant_features_and_codes_are_told(make):
     found = random_graphs(leak=lambda y, node: node % 3)
     typed = [{**line, "edge_attr": [line["y"]] * len(line["edges"])} for line in found]

@@ -58,6 +58,7 @@ def test_batches_are_images_in_unit_range():
     assert images.max() == 1
 
 
+@pytest.mark.slow
 def test_workers_give_the_same_batches():
     loaders = []
     for num_workers in (0, 2):

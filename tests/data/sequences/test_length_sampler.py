@@ -367,6 +367,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "exact" else [pytest.mark.slow]) for name in CASES]
@@ -375,6 +376,7 @@ def test_a_killed_run_goes_on(tmp_path, name):
     check_resumed(0, tmp_path, 1, CASES[name])
 
 
+@pytest.mark.sampled(slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_killed_ranks_go_on(tmp_path, name):

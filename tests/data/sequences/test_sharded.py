@@ -77,6 +77,7 @@ def test_batches_hold_the_sequences_of_the_files(tmp_path):
     assert all(len(rows[number]["values"]) == length for number, length in found.items())
 
 
+@pytest.mark.sampled(default=3)
 @pytest.mark.filterwarnings("ignore:column 'values_0' of .* all outside those of the training rows")
 @pytest.mark.parametrize("lines", [False, True], ids=["parquet", "lines"])
 @pytest.mark.parametrize("kind", ["values", "tokens", "text", "flat"])

@@ -60,6 +60,7 @@ def test_epochs_differ_and_repeat_with_their_seed(numbered):
     assert taken(numbered, 1, epoch=1)[0] != first != taken(numbered, 1, seed=1)[0]
 
 
+@pytest.mark.slow
 def test_steps_hold_the_same_rows_on_any_number_of_processes(numbered):
     """With as many rows a step; a batch of one process is in the order of streams, so that sets are compared."""
     whole = [{*taken(numbered, 1, 12, steps=n)[0]} for n in (1, 2, 3)]
@@ -161,6 +162,7 @@ def test_a_trainer_resumes_in_mid_epoch_and_with_larger_steps(numbered, tmp_path
     assert len(second_epoch) == len({*second_epoch}) == 90 + 121 // 25 * 25
 
 
+@pytest.mark.sampled(default=1)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_workers_give_the_batches_of_threads(numbered, workers):
     alone = [batch.tolist() for batch in loader_of(numbered)]

@@ -75,6 +75,7 @@ def taken(path, stage, before=10**9):
     return [row for step, rows in lines for row in rows if step < before]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_a_run_of_two_processes_goes_on_with_one(tmp_path):
     folder = tmp_path / "rows"

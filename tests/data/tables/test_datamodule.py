@@ -288,6 +288,7 @@ def test_repeated_dates_are_told(make, table, form):
     assert warnings_of_dates(make, dated, categorical=["day"]) == []  # as it was asked for
 
 
+@pytest.mark.sampled(default=2)
 @pytest.mark.filterwarnings("ignore:column 'code' of .* no training row")
 @pytest.mark.parametrize("form", ["12-34-{:02}", "v1.{}.2", "2024-{}-40", "{}/2024", "2024-03-{:02}"])
 def test_codes_versions_and_few_dates_are_no_dates(make, table, form):

@@ -328,6 +328,7 @@ def test_tables_that_cannot_be_read_are_refused_before_training(tmp_path, flower
         data.setup()
 
 
+@pytest.mark.slow
 def test_keys_are_refused_and_classes_that_do_not_train(tmp_path, flowers, monkeypatch):
     monkeypatch.setattr(statistics, "_MOST_TEXTS", 50)
     folder = folder_of(tmp_path / "keys", changed(flowers, key=pa.array([f"k{row}" for row in range(400)])))

@@ -362,6 +362,7 @@ def test_a_killed_run_goes_on_with_the_next_batch(folder, step):
     assert resumed.weight.equal(whole.weight)
 
 
+@pytest.mark.sampled(default=1)
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @pytest.mark.parametrize("sizes", [(20, 8, 12), (8, 20, 7)], ids=str)
 def test_an_epoch_that_is_resumed_twice_takes_each_window_once(tmp_path, sizes):

@@ -113,6 +113,7 @@ def test_intervals_are_wide_enough_where_few_weights_dominate():
     assert sum(bool(one.lower <= 8 <= one.upper) for one in found) > 150
 
 
+@pytest.mark.sampled(default=10)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", ["ais", "reverse_ais"])
 @pytest.mark.parametrize("with_mean", [False, True])
@@ -168,6 +169,7 @@ def test_reverse_annealing_from_rows_shows_a_mode_that_annealing_upwards_missed(
     assert missed.estimate > exact + 2
 
 
+@pytest.mark.sampled(default=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_reverse_annealing_from_samples_agrees_with_enumeration(kind):
     rbm = make_rbm(6, 5, **KINDS[kind]).float()
@@ -237,6 +239,7 @@ def test_log_prob_sums_to_one(options):
     assert log_prob.logsumexp(0).item() == pytest.approx(0, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_log_prob_takes_what_log_z_told():
     rbm = RBM(30, 40)
     visible = (torch.rand(4, 30) > 0.5).float()

@@ -57,6 +57,7 @@ def test_hidden_free_energy_is_a_sum_over_visible_states(kind):
     torch.testing.assert_close(rbm.visible_units.mean(rbm.visible_activation(drawn)), (-energies).softmax(1) @ states)
 
 
+@pytest.mark.slow
 def test_gaussian_hidden_free_energy_agrees_with_quadrature():
     rbm = make_rbm("gaussian", num_visible=2, num_hidden=3)
     for row in rbm.sample_hidden(rows_of(rbm, 2))[:, None]:

@@ -126,6 +126,7 @@ def test_bound_of_one_layer_is_the_log_probability(num_labels):
     assert (bound.standard_error == 0).all()
 
 
+@pytest.mark.sampled(default=1)
 @pytest.mark.parametrize("untied", [False, True])
 @pytest.mark.parametrize("labels", [None, pytest.param(torch.tensor([2, 0, 1, 1]), marks=pytest.mark.slow)])
 def test_bound_is_short_of_the_log_probability_by_the_divergence(untied, labels):

@@ -315,6 +315,7 @@ def check_sharded(rank):
     torch.testing.assert_close(*results)
 
 
+@pytest.mark.slow
 def test_sharded_mixtures_give_the_gradients_of_whole_ones():
     run_ranks(check_sharded)
 

@@ -76,6 +76,7 @@ def rows_alone():
     return [pytest.param(*case, marks=[] if case[2:] in quick else [pytest.mark.slow]) for case in every]
 
 
+@pytest.mark.sampled(default=22, slow=43)
 @pytest.mark.parametrize(("cell", "execution", "pooling", "bidirectional", "given"), rows_alone())
 def test_a_row_in_a_batch_equals_the_row_alone(request, cell, execution, pooling, bidirectional, given):
     """In float64; and float32, which has kernels of its own, is as close to it as its rounding allows."""
@@ -437,6 +438,7 @@ def test_dropout_stands_between_layers_in_training():
     assert not DynamicRNN.from_torch(nn.GRU(INPUT, HIDDEN).eval()).training
 
 
+@pytest.mark.sampled(slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", [*(pytest.param(cell, marks=pytest.mark.slow) for cell in ("gru", "lstm")), "mingru"])
 def test_compiled_it_trains_as_it_is(cell):

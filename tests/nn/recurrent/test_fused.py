@@ -124,6 +124,7 @@ def test_batches_of_one_and_steps_of_one(cell, lengths):
     assert_equal(results(fused_copy(layer), x, states, lengths, enforce_sorted=True), expected)
 
 
+@pytest.mark.sampled(slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("num_gates", [3, 4])

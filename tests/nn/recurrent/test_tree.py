@@ -209,6 +209,7 @@ def test_hooks_of_all_modules_see_the_layer_of_states(calls):
     assert not calls
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 def test_traced_and_transformed_networks_run_a_level_at_a_time(calls):
     tree = TreeRNN(3, 4).double().requires_grad_(False)

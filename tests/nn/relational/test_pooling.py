@@ -101,6 +101,7 @@ UNEQUAL = (
 )  # fmt: skip
 
 
+@pytest.mark.sampled(default=13)
 @pytest.mark.parametrize("level", ["graph", "node"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunk_size", [1, 50, 10**6])
@@ -324,6 +325,7 @@ def test_more_permutations_than_can_be_numbered():
     assert error.any()
 
 
+@pytest.mark.sampled(default=1)
 @pytest.mark.parametrize("chunk_size", [20, 10**6])
 def test_gradients(chunk_size):
     """Of chunks that are computed again, too."""
@@ -409,6 +411,7 @@ def test_bases_of_pyg():
         assert pooling.eval()(x, edge_index, attributes, batch).dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_compiled_base():
     base = Sums(4)
     pooling = RelationalPooling(base, tuples="edges").eval()

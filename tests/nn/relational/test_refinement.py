@@ -137,6 +137,7 @@ class Triples(nn.Module):
         return x
 
 
+@pytest.mark.sampled(default=3)
 @pytest.mark.parametrize(
     ("triples", "marks", "tuples", "num_layers", "rook", "circulant"),
     [

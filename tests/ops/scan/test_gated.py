@@ -66,6 +66,7 @@ def test_matches_the_equations(cell, dtype):
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sampled(default=2)
 @cells
 @pytest.mark.parametrize("check", [gradcheck, gradgradcheck])
 def test_derivatives(check, cell):
@@ -263,6 +264,7 @@ class TestKernel:
                 torch.ops.lightning_accel_native.gated_scan_backward(grad, gates, states, None, None, None, 2)
 
 
+@pytest.mark.slow
 def test_other_dtypes_and_compiled_programs_take_the_formula():
     gates = torch.randn(2, 7, 6)
     update, new = gates.chunk(2, -1)

@@ -150,6 +150,7 @@ def test_sums_match_brute_force(num_nodes, num_entries):
         torch.testing.assert_close(triangle_sum(x, factor, triples), expected, rtol=0, atol=1e-10)
 
 
+@pytest.mark.sampled(default=3)
 @pytest.mark.parametrize("check", [gradcheck, gradgradcheck])
 def test_derivatives(check):
     triples = find_triples(random_edges(6, 20), 6)

@@ -188,6 +188,7 @@ def boring(tmp_path, io, *callbacks, **options):
     return trainer, BoringModel()
 
 
+@pytest.mark.sampled(default=1)
 @pytest.mark.parametrize("error", [SystemExit(143), ValueError("a mistake")])
 def test_a_run_that_ends_early_leaves_what_was_saved(tmp_path, error):
     trainer, module = boring(tmp_path, Slow(), Stopping(error), SaveOnSignal())
@@ -341,6 +342,7 @@ def check_resumed(rank, folder, name, place):
     return str(newest)
 
 
+@pytest.mark.sampled(slow=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "in_store"),
@@ -399,6 +401,7 @@ def check_failure(rank, folder, at):
     return f"{type(failed.value).__name__}: {failed.value}"
 
 
+@pytest.mark.sampled(slow=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "at", ["upload", *(pytest.param(at, marks=pytest.mark.slow) for at in ("write", "remove", "folder"))]

@@ -125,6 +125,7 @@ def cut_after(number, monkeypatch):
         monkeypatch.setattr(Store, name, limited(getattr(Store, name)))
 
 
+@pytest.mark.sampled(default=1)
 @pytest.mark.parametrize("old", [None, 1])
 def test_an_upload_cut_anywhere_leaves_the_old_folder_or_the_new_one(tmp_path, url, monkeypatch, old):
     found = []

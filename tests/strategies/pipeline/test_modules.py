@@ -113,6 +113,7 @@ def check(rank, folder, way, strategy, options):
     return trained(folder, PipelineStrategy(**strategy), make(way), **options)
 
 
+@pytest.mark.sampled(slow=4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
@@ -446,6 +447,7 @@ def check_hooks(rank, folder):
     return calls
 
 
+@pytest.mark.slow
 def test_hooks_of_layers_run_on_the_stage_that_holds_them(tmp_path):
     assert run_ranks(check_hooks, tmp_path) == [[0] * 12, [3] * 12]
 

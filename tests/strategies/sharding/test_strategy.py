@@ -65,6 +65,7 @@ def test_accumulated_and_clipped_gradients_equal_those_of_one_process(expert_par
     equals_one_process("classifier", strategy, options)  # not Adam, to which the scale of gradients is nothing
 
 
+@pytest.mark.sampled(slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [{}, {"shard_size": 2}, {"expert_parallel_size": 2}, {"expert_parallel_size": 4}])
 def test_four_processes_equal_one(strategy):
@@ -85,6 +86,7 @@ def check_saved(rank, name, strategy, path, world_size=2, max_steps=1):
     one_batch(name, 8 // world_size, **options).save_checkpoint(path)
 
 
+@pytest.mark.sampled(slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "strategy"),
@@ -163,6 +165,7 @@ def check_one_start(rank):
     return first, whole_weights(run)
 
 
+@pytest.mark.slow
 def test_all_processes_start_with_the_weights_of_the_first():
     (first, after), (other, after_other) = run_ranks(check_one_start)
     assert not first["end.weight"].equal(other["end.weight"])
@@ -437,6 +440,7 @@ def check_low_batch_norm(rank):
     return whole_weights(run)["norm.weight"]
 
 
+@pytest.mark.slow
 def test_batch_norms_train_in_mixed_precision():
     first, second = run_ranks(check_low_batch_norm)
     assert first.equal(second)
