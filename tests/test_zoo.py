@@ -252,7 +252,7 @@ REFUSED = {
 
 
 def cells() -> list[object]:
-    """Return all cells; of each network one that is neither of ``LONG`` nor of ``FILES``, and ``SHORT`` ones, are slow."""
+    """Return all cells; of each network one of those not in ``LONG`` and ``FILES``, and ``SHORT`` ones, are slow."""
     slow, weekly = [pytest.mark.slow], [pytest.mark.slow, pytest.mark.weekly]
     brief = [feature for feature in FEATURES if feature not in {*LONG, *FILES}]
     chosen = {*SHORT, *((name, brief[2 * i % len(brief)]) for i, name in enumerate(ZOO))}

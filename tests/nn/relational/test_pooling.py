@@ -443,7 +443,7 @@ def test_bfloat16_keeps_sums_and_means_in_float32():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"marks": 4}, "1, 2 or 3 marks, got 4"),
+        ({"marks": 4}, "must be 1, 2 or 3 for connected tuples; got 4"),
         ({"marks": 1, "tuples": "edges"}, "'edges' have 2 marks, got 1"),
         ({"tuples": "all"}, "needs marks"),
         ({"tuples": "triangles"}, "must be one of"),
