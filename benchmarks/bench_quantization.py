@@ -37,7 +37,9 @@ from lightning_accel.callbacks import Quantization
 from lightning_accel.compress.calls import Inputs
 from lightning_accel.compress.quantization.form import Form
 from lightning_accel.compress.quantization.onnx import write_float
-from lightning_accel.compress.quantization.quantized import Limit, Quantized, quantize
+from lightning_accel.compress.quantization.picking import Quantized
+from lightning_accel.compress.quantization.quantized import quantize
+from lightning_accel.compress.quantization.trial import Limit
 from lightning_accel.compress.report.latency import measure_latency
 
 BATCHES = (1, 256)

@@ -43,7 +43,8 @@ from lightning_accel.compress.quantization.form import Form, export
 from lightning_accel.compress.quantization.layers import Layers, find_layers
 from lightning_accel.compress.quantization.onnx import OnnxCall, onnx_float, write_float_files
 from lightning_accel.compress.quantization.onnx_blockwise import onnx_int4, onnx_int8
-from lightning_accel.compress.quantization.quantized import Limit, judge
+from lightning_accel.compress.quantization.quantized import judge
+from lightning_accel.compress.quantization.trial import Limit
 from lightning_accel.compress.quiet import suppress_output
 from lightning_accel.compress.report.perplexity import Perplexity
 from lightning_accel.compress.report.progress import Progress

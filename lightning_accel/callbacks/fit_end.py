@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_accel.compress.calls import first_line
-from lightning_accel.compress.export.writing import ExportError
-from lightning_accel.compress.quantization.quantized import NothingPickedError
+from lightning_accel.compress.export.traced import ExportError
+from lightning_accel.compress.quantization.picking import NothingPickedError
 
 
 @contextmanager

@@ -9,11 +9,13 @@ from lightning_accel.compress.channels.groups import ChannelGroups, ChannelLayer
 from lightning_accel.compress.channels.plan import ChannelPlan, apply_plan_, load_pruned
 from lightning_accel.compress.export.decoding import CachedDecoder
 from lightning_accel.compress.export.loading import Compressed, load_compressed
-from lightning_accel.compress.export.writing import Exported, ExportError, Probabilities, export, require_exportable
+from lightning_accel.compress.export.traced import ExportError
+from lightning_accel.compress.export.writing import Exported, Probabilities, export, require_exportable
 from lightning_accel.compress.pruning.masks import prune_, sparsity_at
 from lightning_accel.compress.pruning.one_shot import prune_on_data_
 from lightning_accel.compress.pruning.prunable import find_prunable
-from lightning_accel.compress.quantization.quantized import NothingPickedError, Quantized, quantize
+from lightning_accel.compress.quantization.picking import NothingPickedError, Quantized
+from lightning_accel.compress.quantization.quantized import quantize
 from lightning_accel.compress.report.forms import measure_forms, plain_forms
 from lightning_accel.compress.report.latency import Latency, Speedup, measure_latency, speedup
 from lightning_accel.compress.report.macs import Macs, count_macs

@@ -111,8 +111,9 @@ def _attend_padded(attention: nn.MultiheadAttention, x: Tensor, batch: Tensor | 
     """
     batch = torch.zeros_like(x[:, 0], dtype=torch.int64) if batch is None else batch
     # int() and len() would be constants of a trace
-    counts = batch.new_zeros(batch.max().item() + 1).index_add(0, batch, torch.ones_like(batch))  # (B,)
-    graphs, longest = counts.shape[0], counts.max().item()
+    graphs: int = batch.max().item() + 1  # type: ignore[assignment]
+    counts = batch.new_zeros(graphs).index_add(0, batch, torch.ones_like(batch))  # (B,)
+    longest: int = counts.max().item()  # type: ignore[assignment]
     begins = counts.cumsum(0) - counts
     places = batch * longest + torch.arange(x.shape[0], device=x.device) - begins[batch]  # (N,) of B * L
     joined = F.linear(x, attention.in_proj_weight, attention.in_proj_bias)

@@ -32,11 +32,10 @@ from lightning_accel.compress.calls import Inputs, Run, device_of, smallest_call
 from lightning_accel.compress.export.decoding import CachedDecoder, tokens_of
 from lightning_accel.compress.export.loading import load_compressed
 from lightning_accel.compress.export.structure import named_tensors, numbers_of_call, restore, tensors_of
+from lightning_accel.compress.export.traced import ExportError, Format
 from lightning_accel.compress.export.writing import (
     SUFFIXES,
     Exported,
-    ExportError,
-    Format,
     Probabilities,
     export,
     require_exportable,

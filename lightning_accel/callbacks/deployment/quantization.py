@@ -39,15 +39,9 @@ from lightning_accel.compress.quantization.form import CannotConvertError, expor
 from lightning_accel.compress.quantization.inputs import noise_share
 from lightning_accel.compress.quantization.layers import find_layers
 from lightning_accel.compress.quantization.onnx import write_float
-from lightning_accel.compress.quantization.quantized import (
-    Backend,
-    Limit,
-    NothingPickedError,
-    Quantized,
-    judge,
-    quantize,
-    require_form,
-)
+from lightning_accel.compress.quantization.picking import NothingPickedError, Quantized
+from lightning_accel.compress.quantization.quantized import judge, quantize
+from lightning_accel.compress.quantization.trial import Backend, Limit, require_form
 from lightning_accel.compress.report.latency import speedup
 from lightning_accel.compress.report.perplexity import PERPLEXITY, measured_perplexity
 from lightning_accel.compress.report.progress import Progress

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_accel.compress.calls import Inputs, first_line
-from lightning_accel.compress.export.writing import difference_of, tolerance_of
+from lightning_accel.compress.export.verification import difference_of, tolerance_of
 from lightning_accel.ops.evaluation import evaluating
 from lightning_accel.ops.extras import require_module
 

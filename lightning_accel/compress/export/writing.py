@@ -1,25 +1,20 @@
 """Export of models to files that run without their classes. Shapes: B samples, C classes, T tokens."""
 
 import json
-import math
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.export import Dim, ExportedProgram
 
 from lightning_accel import __version__
-from lightning_accel._private.torch import tree_flatten
-from lightning_accel.compress.calls import Inputs, Run, first_line, first_samples, num_samples, shorter_call
+from lightning_accel.compress.calls import Inputs
 from lightning_accel.compress.export.archive import METADATA
-from lightning_accel.compress.export.flat import FromTensors, outputs_of
-from lightning_accel.compress.export.loading import FORMAT_VERSION, load_compressed
+from lightning_accel.compress.export.loading import FORMAT_VERSION
 from lightning_accel.compress.export.onnx import (
     ONE_FILE,
     add_processing,
@@ -29,31 +24,22 @@ from lightning_accel.compress.export.onnx import (
     weight_bytes,
 )
 from lightning_accel.compress.export.structure import (
-    bind,
-    changing_values,
     describe,
-    describe_changing,
     has_no_default,
     named_tensors,
     plain_values,
     restore,
-    sort_keywords,
     tensors_of,
 )
+from lightning_accel.compress.export.traced import ExportError, Format, Traced, onnx_content, trace_call
+from lightning_accel.compress.export.verification import failures_explained, verify
 from lightning_accel.compress.quantization.form import Form
-from lightning_accel.compress.quiet import suppress_output
-from lightning_accel.compress.tracing import trace
 from lightning_accel.ops.extras import require_module
 from lightning_accel.ops.names import list_of_names, require_one_of
 from lightning_accel.strategies.checkpoints.atomic import replace_atomically
 
-Format: TypeAlias = Literal["pt2", "onnx"]
 SUFFIXES: dict[str, str] = {"pt2": ".pt2", "onnx": ".onnx"}
 _PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime")}
-
-
-class ExportError(RuntimeError):
-    """Report that a module cannot be exported, or that the outputs of its file differ from the module's."""
 
 
 class Exported(NamedTuple):
@@ -139,7 +125,7 @@ def export(
     _require_calls(inputs)
     if quantized is not None and quantized.program is None and format != "onnx":
         raise ValueError(f"what was quantized is an ONNX file; format={format!r} cannot hold it. Take format='onnx'")
-    traced_with = partial(_trace_call, module, inputs, format, dynamic, preprocess, postprocess, quantized)
+    traced_with = partial(trace_call, module, inputs, format, dynamic, preprocess, postprocess, quantized)
     names = None if class_names is None else [str(name) for name in list_of_names(class_names)]
     about = {"module": type(module).__name__, "class_names": names, "metadata": dict(metadata or {})}
     traced = traced_with()
@@ -170,123 +156,16 @@ def try_export(
         TypeError: as :func:`export`.
         ExportError: as :func:`export`.
     """
-    traced = _trace_call(module, inputs, format, dynamic, preprocess, postprocess, None)
+    traced = trace_call(module, inputs, format, dynamic, preprocess, postprocess, None)
     assert traced.program is not None
     output = traced.flat.module_output()
     restore(output, iter(tensors_of(output)))
     specs = _specs(traced)
     if format == "onnx":
         names = [one["name"] for one in specs]
-        with _failures_explained(f"{type(module).__name__} cannot be written as onnx"):
+        with failures_explained(f"{type(module).__name__} cannot be written as onnx"):
             to_onnx(traced.program, names, traced.flat.kept)
     return specs
-
-
-class _Traced(NamedTuple):
-    flat: FromTensors
-    plain: Run
-    live: Run  # what the file is compared with, a quantized form if there is one
-    calls: list[Inputs]
-    example: Inputs
-    shapes: list[dict[int, Any]] | None
-    program: ExportedProgram | None  # None if the bytes of an ONNX file are written
-    free_length: bool
-
-
-def _trace_call(
-    module: nn.Module,
-    inputs: Sequence[Inputs],
-    format: Format,
-    dynamic: bool,
-    preprocess: nn.Module | None,
-    postprocess: nn.Module | None,
-    quantized: Form | None,
-    free_length: bool = True,
-    unused: Sequence[str] = (),
-) -> _Traced:
-    """Determine inputs, outputs and dynamic sizes, and trace the module, unless an ONNX file is written."""
-    try:
-        num_samples(inputs[0])
-    except ValueError as error:
-        raise ExportError(f"{type(module).__name__} cannot be exported: {error}") from error
-    flat = FromTensors(module, preprocess, postprocess, dense=format == "onnx")
-    plain = partial(flat.whole, run=flat.module)
-    live = plain if quantized is None else partial(flat.whole, run=quantized.run)
-    inputs = [sort_keywords(module.forward, call) for call in inputs]
-    if changing := changing_values([bind(module.forward, *call) for call in inputs]):
-        raise ExportError(
-            f"{type(module).__name__} cannot be exported: {describe_changing(changing)} in its calls, and a file holds "
-            "what is no tensor as a constant. Let forward take it from its tensors, or name by module a part that is "
-            "called with tensors alone"
-        )
-    calls = [*inputs, *(_calls_of_other_sizes(live, inputs[0]) if dynamic else [])]
-    example = max(calls, key=_size) if dynamic else inputs[0]
-    flat.keep(live, example, calls)
-    flat.unused = list(unused)
-    is_sliced = len(calls) > len(inputs)
-    other = shorter_call(live, inputs[0]) if dynamic and free_length and quantized is None else None
-    all_calls = calls if other is None else [*calls, other]
-    shapes = _dynamic_shapes(flat, all_calls, sliced=is_sliced) if dynamic else None
-    if quantized is not None:
-        if _onnx_content(quantized, format) is not None:
-            return _Traced(flat, plain, live, calls, example, shapes, None, False)
-        assert quantized.program is not None
-        flat.replace_module(quantized.program)
-    again = partial(
-        _trace_call, module, format=format, dynamic=dynamic, preprocess=preprocess, postprocess=postprocess,
-        quantized=quantized,
-    )  # fmt: skip
-    try:
-        program = _trace(flat, example, shapes, type(module).__name__, format)
-    except ExportError:
-        if other is None:
-            raise
-        return again(inputs, free_length=False, unused=unused)
-    if quantized is None and not unused and (found := _unused_arguments(program, flat, live, inputs)):
-        return again([_drop_arguments(call, found, flat) for call in inputs], free_length=free_length, unused=found)
-    return _Traced(flat, plain, live, all_calls, example, shapes, program, other is not None)
-
-
-def _onnx_content(quantized: Form | None, format: str) -> bytes | None:
-    """Return the bytes of the ONNX file to write, if that is what a form has."""
-    return quantized.onnx if quantized is not None and format == "onnx" else None
-
-
-def _unused_arguments(program: ExportedProgram, flat: FromTensors, live: Run, inputs: Sequence[Inputs]) -> list[str]:
-    """Return arguments that no kept output depends on, and without which the module returns the same outputs."""
-    nodes = {node.name: node for node in program.graph.nodes}
-    needed, left = set(), [node for node in program.graph.nodes if node.op == "output"]
-    while left:
-        node = left.pop()
-        if node not in needed:
-            needed.add(node)
-            if node.target is not torch.ops.aten.sym_size.int:  # any tensor of the size will do
-                left += node.all_input_nodes
-    names = list(flat.tensors_of(flat.example))
-    used = {
-        name for name, own in zip(names, program.graph_signature.user_inputs, strict=True) if nodes[str(own)] in needed
-    }
-    arguments = [name for name, value in flat.arguments.items() if named_tensors(value, name)]
-    found = [one for one in arguments if not any(name == one or name.startswith(f"{one}.") for name in used)]
-    if not found or len(found) == len(arguments):
-        return []
-    try:
-        for call in inputs:
-            expected, given = outputs_of(live, call), outputs_of(live, _drop_arguments(call, found, flat))
-            if not all(name in given and torch.equal(given[name], expected[name]) for name in flat.kept):
-                return []
-    except Exception:  # forward requires them nevertheless
-        return []
-    return found
-
-
-def _drop_arguments(call: Inputs, names: Sequence[str], flat: FromTensors) -> Inputs:
-    """Return ``call`` without the arguments ``names``, as far as they are the last positional ones or keywords."""
-    args, kwargs = call
-    order = list(bind(flat.signature, *call))
-    while args and order[len(args) - 1] in names:
-        args = args[:-1]
-    return args, {name: value for name, value in kwargs.items() if name not in names}
 
 
 def _require_calls(inputs: Any) -> None:
@@ -311,78 +190,7 @@ def require_exportable(format: str, path: Path | None = None) -> None:
         raise ValueError(f"a file of format {format!r} must end in {SUFFIXES[format]}; got {path}")
 
 
-def _size(call: Inputs) -> int:
-    return sum(value.numel() for value in tree_flatten(call)[0] if isinstance(value, Tensor))
-
-
-def _calls_of_other_sizes(live: Run, call: Inputs) -> list[Inputs]:
-    """Return the call with 1 and an odd number of samples; none if samples cannot be separated, as nodes of graphs."""
-    rows = num_samples(call)
-    sizes = [size for size in (1, 3 if rows != 3 else 5) if size != rows]
-    calls = [first_samples(call, size) for size in sizes]
-    try:
-        shapes = [[value.shape for value in outputs_of(live, one).values()] for one in (call, *calls)]
-    except Exception:
-        return []
-    return calls if all(one != shapes[0] for one in shapes[1:]) else []
-
-
-def _dynamic_shapes(flat: FromTensors, calls: Sequence[Inputs], sliced: bool) -> list[dict[int, Any]]:
-    """Return the dynamic dimensions of each tensor of a call: that of the batch, and those in which calls differ."""
-    found = [flat.tensors_of(call) for call in calls]
-    names = list(found[0])
-    for one in found[1:]:
-        if list(one) != names or any(one[name].dim() != found[0][name].dim() for name in names):
-            raise ValueError(
-                f"all calls must take the same tensors; one takes {', '.join(names)}, another {', '.join(one)}, or "
-                "with other numbers of dimensions"
-            )
-    rows = Dim("rows", min=1)
-    counts = [num_samples(call) for call in calls]
-    free: list[dict[int, Any]] = []
-    for name in names:
-        sizes = list(zip(*(one[name].shape for one in found), strict=True))
-        free.append({number: Dim.DYNAMIC for number, taken in enumerate(sizes) if len(set(taken)) > 1})
-        if sliced and sizes and list(sizes[0]) == counts:
-            free[-1][0] = rows
-    return free
-
-
-def _trace(
-    flat: FromTensors, example: Inputs, shapes: list[dict[int, Any]] | None, name: str, format: str
-) -> ExportedProgram:
-    tensors = tuple(flat.tensors_of(example).values())
-    try:
-        with suppress_output():
-            return trace(flat, tensors, None if shapes is None else (tuple(shapes),))
-    except Exception as error:
-        raise ExportError(f"{name} cannot be exported as {format}: {_explain(error)}") from error
-
-
-def _explain(error: Exception) -> str:
-    text = str(error)
-    if "specialized it to be a constant" in text:
-        sizes = ", ".join(dict.fromkeys(re.findall(r"specialized it to be a constant \((\d+)\)", text)))
-        return (
-            f"its forward takes only the size {sizes} that it is traced with, where batches differ in it; a Python "
-            "loop over that dimension, or len() of a tensor, is the usual cause. Bring all batches to one size there "
-            "(pad sequences to one length), or take dynamic=False, whose file takes batches of that one size"
-        )
-    if "data-dependent" in text or "data dependent" in text:
-        return (
-            "what it does depends on values, not on shapes alone, as with .item(), nonzero() or a search for triangles "
-            f"({first_line(error)}). Export the part that does not: module='name of the submodule'"
-        )
-    return first_line(error)
-
-
-def _innermost(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
-def _specs(traced: _Traced) -> list[dict[str, Any]]:
+def _specs(traced: Traced) -> list[dict[str, Any]]:
     """Return name, dtype and shape of each input tensor, with None for dynamic sizes."""
     tensors = traced.flat.tensors_of(traced.example)
     free: Sequence[Mapping[int, Any]] = traced.shapes or [{}] * len(tensors)
@@ -396,7 +204,7 @@ def _specs(traced: _Traced) -> list[dict[str, Any]]:
     ]
 
 
-def _file_metadata(traced: _Traced, format: Format) -> dict[str, Any]:
+def _file_metadata(traced: Traced, format: Format) -> dict[str, Any]:
     """Return the metadata for :func:`load_compressed`, which the file stores as JSON."""
     flat = traced.flat
     return {
@@ -416,20 +224,20 @@ def _file_metadata(traced: _Traced, format: Format) -> dict[str, Any]:
 
 
 def _write_verified(
-    traced: _Traced, path: Path, format: Format, about: dict[str, Any], quantized: Form | None
+    traced: Traced, path: Path, format: Format, about: dict[str, Any], quantized: Form | None
 ) -> Exported:
     flat = traced.flat
     about = about | _file_metadata(traced, format)
     with _temporary_path(path) as written:
-        with _failures_explained(f"{about['module']} cannot be written as {format}"):
-            _write(traced, about, format, written, _onnx_content(quantized, format))
-        difference = _verify(written, traced, path, is_quantized=quantized is not None)
+        with failures_explained(f"{about['module']} cannot be written as {format}"):
+            _write(traced, about, format, written, onnx_content(quantized, format))
+        difference = verify(written, traced, path, is_quantized=quantized is not None)
         replace_atomically(written, path)
     size = path.stat().st_size
     return Exported(path, format, size, flat.kept, flat.left_out, difference, len(traced.calls), flat.unused)
 
 
-def _write(traced: _Traced, about: dict[str, Any], format: str, path: Path, content: bytes | None) -> None:
+def _write(traced: Traced, about: dict[str, Any], format: str, path: Path, content: bytes | None) -> None:
     program = traced.program
     if program is None:
         assert content is not None
@@ -452,64 +260,6 @@ def _write(traced: _Traced, about: dict[str, Any], format: str, path: Path, cont
     else:
         program.example_inputs = None  # they would be written as a pickle
         torch.export.save(program, path, extra_files={METADATA: json.dumps(about)})
-
-
-@contextmanager
-def _failures_explained(failed: str) -> Iterator[None]:
-    """Raise an ExportError in place of any exception, and suppress output."""
-    try:
-        with suppress_output():
-            yield
-    except Exception as error:
-        raise ExportError(f"{failed}: {first_line(_innermost(error))}") from error
-
-
-def _verify(written: Path, traced: _Traced, path: Path, is_quantized: bool) -> float:
-    """Compare the file with the module; return the largest difference."""
-    try:
-        loaded = load_compressed(written)
-    except ValueError as error:
-        raise ExportError(f"{path} was not written: it cannot be read: {first_line(error)}") from error
-    largest = 0.0
-    for call in traced.calls:
-        expected = outputs_of(traced.live, call)
-        exact = outputs_of(traced.plain, call) if is_quantized else {}
-        sizes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in traced.flat.tensors_of(call).items())
-        try:
-            found = outputs_of(loaded, call)
-        except Exception as error:
-            raise ExportError(f"{path} was not written: the file fails on {sizes}: {first_line(error)}") from error
-        for name in traced.flat.kept:
-            difference = difference_of(found[name], expected[name])
-            allowed = tolerance_of(expected[name].dtype)
-            if is_quantized and allowed:
-                allowed = max(0.02, min(0.5, 2 * difference_of(exact[name], expected[name])))
-            if not difference <= allowed:
-                raise ExportError(
-                    f"{path} was not written: its output {name!r} differs from the module's by {difference:.3g} of the "
-                    f"largest value, on {sizes}; the tolerance is {allowed:.3g}. A layer that draws random numbers, or "
-                    "a Python branch that torch.export followed on the traced batch alone, would do that"
-                )
-            largest = max(largest, difference)
-    return largest
-
-
-def tolerance_of(dtype: torch.dtype) -> float:
-    """Return by which share of the largest value outputs of two programs for the same computation may differ."""
-    return max(1e-3, 4 * torch.finfo(dtype).eps) if dtype.is_floating_point else 0.0
-
-
-def difference_of(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference relative to the largest finite value; inf if shapes or non-finite values differ."""
-    if found.shape != expected.shape:
-        return math.inf
-    a, b = (value.detach().to("cpu", torch.float64) for value in (found, expected))
-    finite = b.isfinite()
-    if not torch.equal(finite, a.isfinite()) or not torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num()):
-        return math.inf
-    if not finite.any():
-        return 0.0
-    return float((a - b)[finite].abs().max() / b[finite].abs().max().clamp(min=1e-6))
 
 
 @contextmanager

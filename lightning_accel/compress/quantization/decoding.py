@@ -12,15 +12,8 @@ from lightning_accel.compress.export.decoding import CachedDecoder
 from lightning_accel.compress.quantization.form import Form, describe_failure
 from lightning_accel.compress.quantization.layers import find_layers
 from lightning_accel.compress.quantization.onnx import sharing_export
-from lightning_accel.compress.quantization.quantized import (
-    EAGER,
-    NothingPickedError,
-    Quantized,
-    Trial,
-    is_compared,
-    pick,
-    quality_of,
-)
+from lightning_accel.compress.quantization.picking import NothingPickedError, Quantized, pick, quality_of
+from lightning_accel.compress.quantization.trial import EAGER, Trial, is_compared
 from lightning_accel.compress.report.forms import measure_forms
 from lightning_accel.compress.report.latency import speedup
 from lightning_accel.compress.report.progress import Progress

@@ -18,15 +18,8 @@ from lightning_accel.data.bounds import require_allowed
 from lightning_accel.data.graphs.options import GraphLayout
 from lightning_accel.data.graphs.tasks import Level
 from lightning_accel.data.quoting import WITHOUT_TARGET, did_you_mean, shown
-from lightning_accel.data.tables.files import (
-    as_numbers,
-    as_text,
-    holds_numbers,
-    numbers_first,
-    read_table,
-    require_columns,
-    require_present,
-)
+from lightning_accel.data.tables.files import read_table, require_columns
+from lightning_accel.data.tables.values import as_numbers, as_text, holds_numbers, numbers_first, require_present
 from lightning_accel.data.text.lines import lines_of, numbers_of, parse_object, require_distinct_ids, require_field
 from lightning_accel.ops.extras import import_on_use
 

@@ -32,7 +32,8 @@ from lightning_accel.data.tables.columns import (
     require_classes,
     texts_of_column,
 )
-from lightning_accel.data.tables.files import LARGEST, SET_REGRESSION
+from lightning_accel.data.tables.targets import SET_REGRESSION
+from lightning_accel.data.tables.values import LARGEST
 from lightning_accel.data.whole_files import kept_json
 from lightning_accel.ops.extras import import_on_use
 

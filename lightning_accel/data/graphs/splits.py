@@ -26,14 +26,9 @@ from lightning_accel.data.graphs.tasks import (
     substructure_set,
 )
 from lightning_accel.data.sequences.batch import IGNORED
-from lightning_accel.data.tables.files import (
-    SET_REGRESSION,
-    as_numbers,
-    read_classes,
-    read_known_classes,
-    split_in_three,
-    split_rows,
-)
+from lightning_accel.data.splits import split_in_three, split_rows
+from lightning_accel.data.tables.targets import SET_REGRESSION, read_classes, read_known_classes
+from lightning_accel.data.tables.values import as_numbers
 from lightning_accel.ops.extras import import_on_use
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ from lightning_accel.data.bounds import require_allowed
 from lightning_accel.data.digest import DIGEST, digest_of, require_same_data
 from lightning_accel.data.in_memory import InMemoryDataModule
 from lightning_accel.data.quoting import shown
-from lightning_accel.data.tables.files import existing_file, regular_file, split_rows
+from lightning_accel.data.splits import split_rows
+from lightning_accel.data.tables.files import existing_file, regular_file
 from lightning_accel.ops.bounds import require_integers
 from lightning_accel.ops.renames import renamed_arguments
 

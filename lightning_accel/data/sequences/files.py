@@ -12,7 +12,8 @@ import numpy as np
 from lightning_accel.data.bounds import allowed_bytes, require_allowed
 from lightning_accel.data.quoting import cut, lacking_column, listed, shown
 from lightning_accel.data.shards.options import ShardOptions
-from lightning_accel.data.tables.files import LARGEST, as_numbers, as_text, read_table, require_columns, require_present
+from lightning_accel.data.tables.files import read_table, require_columns
+from lightning_accel.data.tables.values import LARGEST, as_numbers, as_text, require_present
 from lightning_accel.data.text.lines import lines_of, numbers_of, parse_object, require_distinct_ids, require_field
 from lightning_accel.ops.extras import import_on_use
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from lightning_accel.data.digest import digest_of
 from lightning_accel.data.sequences.dataset import SequenceDataset
 from lightning_accel.data.sequences.files import FileSequences, SequenceLayout, TargetKind, read_sequences
+from lightning_accel.data.splits import split_in_three
 from lightning_accel.data.tables.column_checks import warn_of_code, warn_of_new_range
-from lightning_accel.data.tables.files import SET_REGRESSION, read_classes, read_known_classes, split_in_three
+from lightning_accel.data.tables.targets import SET_REGRESSION, read_classes, read_known_classes
 from lightning_accel.ops.extras import import_on_use
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lightning_accel.data.quoting import listed, shown
-from lightning_accel.data.tables.files import LARGEST, numbers_first, require_no_quantity, warn_of_similar_classes
+from lightning_accel.data.tables.targets import require_no_quantity, warn_of_similar_classes
+from lightning_accel.data.tables.values import LARGEST, numbers_first
 from lightning_accel.ops.extras import import_on_use
 
 if TYPE_CHECKING:

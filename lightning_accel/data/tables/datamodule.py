@@ -22,6 +22,7 @@ from lightning_accel.data.shards.loader import datamodule_loader
 from lightning_accel.data.shards.moments import Moments
 from lightning_accel.data.shards.options import ShardOptions
 from lightning_accel.data.shards.splits import Split
+from lightning_accel.data.splits import split_groups, split_in_three
 from lightning_accel.data.tables.column_checks import (
     doubts_of_classes,
     doubts_of_columns,
@@ -29,25 +30,12 @@ from lightning_accel.data.tables.column_checks import (
     warn_of_new_numbers,
 )
 from lightning_accel.data.tables.encoding import make_encoder, names_of_features, to_tensor
-from lightning_accel.data.tables.files import (
-    A_QUANTITY,
-    TargetKind,
-    as_numbers,
-    as_text,
-    existing_file,
-    read_classes,
-    read_known_classes,
-    read_quantity,
-    read_table,
-    require_columns,
-    require_present,
-    split_groups,
-    split_in_three,
-    which_hold_numbers,
-)
+from lightning_accel.data.tables.files import existing_file, read_table, require_columns
 from lightning_accel.data.tables.leakage import doubts_of_answers, doubts_of_copies, doubts_of_groups
 from lightning_accel.data.tables.sharded import ShardedTable, new_category_message
 from lightning_accel.data.tables.statistics import Target
+from lightning_accel.data.tables.targets import A_QUANTITY, TargetKind, read_classes, read_known_classes, read_quantity
+from lightning_accel.data.tables.values import as_numbers, as_text, require_present, which_hold_numbers
 from lightning_accel.ops.bounds import require_integers
 from lightning_accel.ops.extras import import_on_use
 from lightning_accel.ops.names import list_of_names, require_one_of

@@ -26,7 +26,6 @@ from lightning_accel.data.tables.columns import (
     quantities_of_column,
     texts_of_column,
 )
-from lightning_accel.data.tables.files import as_text, which_hold_numbers
 from lightning_accel.data.tables.leakage import doubts_of_answers, doubts_of_copies, doubts_of_groups
 from lightning_accel.data.tables.statistics import (
     MISSING,
@@ -35,6 +34,7 @@ from lightning_accel.data.tables.statistics import (
     holds_numbers_in,
     table_statistics,
 )
+from lightning_accel.data.tables.values import as_text, which_hold_numbers
 from lightning_accel.data.whole_files import kept_json
 from lightning_accel.ops.extras import import_on_use
 

@@ -16,7 +16,8 @@ from lightning_accel.data.quoting import shown
 from lightning_accel.data.shards.blocks import Blocks
 from lightning_accel.data.shards.moments import Moments
 from lightning_accel.data.tables.columns import numbers_of_column, require_classes, texts_of_column
-from lightning_accel.data.tables.files import A_QUANTITY, NO_DATES
+from lightning_accel.data.tables.targets import A_QUANTITY
+from lightning_accel.data.tables.values import NO_DATES
 from lightning_accel.ops.extras import import_on_use
 
 if TYPE_CHECKING:

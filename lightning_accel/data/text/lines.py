@@ -12,7 +12,7 @@ import numpy as np
 
 from lightning_accel.data.bounds import require_unpackable
 from lightning_accel.data.quoting import WITHOUT_TARGET, did_you_mean, listed, shown
-from lightning_accel.data.tables.files import LARGEST
+from lightning_accel.data.tables.values import LARGEST
 
 _NAME_TARGET = ". If one of them is the target, name it in layout.target, on the command line --data.layout.target NAME"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")

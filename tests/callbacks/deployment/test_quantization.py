@@ -16,7 +16,7 @@ from lightning_accel.callbacks.compression_phase import current_phase, in_final_
 from lightning_accel.callbacks.deployment.deployed import Deployed, calibration_calls
 from lightning_accel.compress import Latency, NothingPickedError, Report, Row
 from lightning_accel.compress.quantization.form import Form
-from lightning_accel.compress.quantization.quantized import Quantized
+from lightning_accel.compress.quantization.picking import Quantized
 from lightning_accel.models import Experts, RecurrentLayers
 from tests.ranks import run_ranks
 

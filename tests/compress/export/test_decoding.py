@@ -16,7 +16,7 @@ from lightning_accel.compress.quantization.decoding import quantize_decoder
 from lightning_accel.compress.quantization.form import Form
 from lightning_accel.compress.quantization.layers import find_layers
 from lightning_accel.compress.quantization.onnx_blockwise import onnx_int8
-from lightning_accel.compress.quantization.quantized import Trial
+from lightning_accel.compress.quantization.trial import Trial
 from lightning_accel.compress.report.progress import Progress
 from lightning_accel.models import MoELanguageModel
 from lightning_accel.ops.token_sampling import draw_tokens

@@ -19,7 +19,8 @@ from lightning_accel.compress.quantization.layers import find_layers
 from lightning_accel.compress.quantization.onnx import onnx_dynamic, onnx_float, sharing_export, write_float
 from lightning_accel.compress.quantization.onnx_blockwise import onnx_int4, onnx_int8
 from lightning_accel.compress.quantization.onnx_products import pack
-from lightning_accel.compress.quantization.quantized import Limit, NothingPickedError
+from lightning_accel.compress.quantization.picking import NothingPickedError
+from lightning_accel.compress.quantization.trial import Limit
 from lightning_accel.nn import MixtureOfExperts
 from tests.zoo import ZOO
 

@@ -2,15 +2,15 @@
 
 import time
 import weakref
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from lightning_accel.compress import CachedDecoder, NothingPickedError
-from lightning_accel.compress.quantization import quantized
 from lightning_accel.compress.quantization.decoding import quantize_decoder
 from lightning_accel.compress.quantization.form import CannotConvertError, Form
-from lightning_accel.compress.quantization.quantized import Limit, Trial
+from lightning_accel.compress.quantization.trial import MAKERS, Limit, Trial
 from lightning_accel.compress.report.progress import Progress
 from lightning_accel.models import MoELanguageModel
 
@@ -37,16 +37,16 @@ def sleeping(name, of_prompt, of_step):
 
 
 @pytest.fixture
-def makers(monkeypatch):
+def makers():
     """The form that is fast at next tokens is slow at prompts; the static one cannot be made of the decoder."""
 
     def fail(*_, **__):
         raise CannotConvertError("planted")
 
     makes = {FAST: sleeping(FAST, SLEPT, 0), SLOW: sleeping(SLOW, 0, SLEPT), STATIC: fail}
-    table = {name: quantized.MAKERS[name]._replace(make=make) for name, make in makes.items()}
-    monkeypatch.setattr(quantized, "MAKERS", table)
-    return table
+    table = {name: MAKERS[name]._replace(make=make) for name, make in makes.items()}
+    with patch.dict(MAKERS, table, clear=True):
+        yield table
 
 
 def judged_trial(model, names):

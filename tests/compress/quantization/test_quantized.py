@@ -3,6 +3,7 @@
 import io
 import itertools
 from typing import NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,14 +21,10 @@ from lightning_accel.compress.quantization.onnx import (
     sharing_export,
     write_float,
 )
+from lightning_accel.compress.quantization.picking import NothingPickedError, Quantized
 from lightning_accel.compress.quantization.pt2e import compiled_bfloat16, pt2e_static, torchao_dynamic, torchao_int4
-from lightning_accel.compress.quantization.quantized import (
-    Limit,
-    NothingPickedError,
-    _Maker,
-    quantize,
-    require_similar_outputs,
-)
+from lightning_accel.compress.quantization.quantized import quantize
+from lightning_accel.compress.quantization.trial import MAKERS, Limit, Maker, require_similar_outputs
 from lightning_accel.compress.report.progress import Progress
 from lightning_accel.compress.report.report import saved_bytes
 from tests.tolerance import rounding
@@ -312,11 +309,13 @@ def makers(monkeypatch):
     monkeypatch.setattr("lightning_accel.compress.report.latency.time", CLOCK)
 
     def put(**made):
-        found = {name: _Maker(kind, "pt2e", maker, float_row=row[0] if row else "")
+        found = {name: Maker(kind, "pt2e", maker, float_row=row[0] if row else "")
                  for name, (kind, maker, *row) in made.items()}  # fmt: skip
-        monkeypatch.setattr("lightning_accel.compress.quantization.quantized.MAKERS", found)
+        MAKERS.clear()
+        MAKERS.update(found)
 
-    return put
+    with patch.dict(MAKERS):
+        yield put
 
 
 def run(module, mode="auto", **options):
@@ -517,7 +516,7 @@ def test_all_forms_of_a_network():
     torch.testing.assert_close(again.run(x), static.run(x), rtol=0, atol=0)
 
 
-def test_forms_that_may_be_picked_are_made_first(monkeypatch):
+def test_forms_that_may_be_picked_are_made_first():
     """A module of a billion weights leaves no memory for all forms, and those for comparison are the largest."""
     made = []
 
@@ -527,10 +526,10 @@ def test_forms_that_may_be_picked_are_made_first(monkeypatch):
 
     makers = {
         name: maker._replace(make=lambda module, *_, name=name: recorded(name, module))
-        for name, maker in quantized.MAKERS.items()
+        for name, maker in MAKERS.items()
     }
-    monkeypatch.setattr(quantized, "MAKERS", makers)
-    trial = quantized.judge(nn.Linear(3, 2).eval(), [((torch.randn(4, 3),), {})], "weight_only", "onnxruntime")
+    with patch.dict(MAKERS, makers):
+        trial = quantized.judge(nn.Linear(3, 2).eval(), [((torch.randn(4, 3),), {})], "weight_only", "onnxruntime")
     assert made == [
         "int8 ONNX Runtime weight-only", "int4 ONNX Runtime weight-only", "bf16 compiled", "fp32 compiled",
         "fp32 ONNX Runtime",
@@ -587,8 +586,6 @@ def test_groups_of_4_bits_divide_the_inputs_of_a_layer(monkeypatch, uncompiled):
 
 
 def test_a_result_is_printed_without_what_it_runs():
-    result = quantized.Quantized(
-        "int8", run=print, onnx=bytes(10_000), file_bytes=10_000, picks={1: Form("int8", print)}
-    )
+    result = Quantized("int8", run=print, onnx=bytes(10_000), file_bytes=10_000, picks={1: Form("int8", print)})
     assert len(repr(result)) < 300
     assert "name='int8'" in repr(result)
