@@ -449,10 +449,18 @@ class RelationalGNN(SupervisedModel):
         x = batch.x
         if x is None:
             x = torch.ones(batch.num_nodes, 1, device=batch.edge_index.device, dtype=self.dtype)  # type: ignore[arg-type]
-        size, edges = None if batch.batch is None else self._num_samples(batch), self._edges(batch)
+        size, edges = self._size(batch), self._edges(batch)
         # the precision "bf16-true" converts tensors of a batch, but not those of graphs
         x, edges = (one.to(self.dtype) if one is not None and one.is_floating_point() else one for one in (x, edges))
         return x, batch.edge_index, edges, batch.batch, size, getattr(batch, "triangle_index", None)
+
+    def _size(self, batch: Data) -> int | None:
+        """Return the number of graphs where it may not follow from ``batch.batch``, as a file would hold it."""
+        if batch.batch is None:
+            return None
+        size = self._num_samples(batch)
+        is_plain = not self.training and len(batch.batch) and int(batch.batch[-1]) == size - 1
+        return None if is_plain else size
 
     @property
     def _uses_edges(self) -> bool:

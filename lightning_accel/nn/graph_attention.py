@@ -105,7 +105,7 @@ def _attend(attention: nn.MultiheadAttention, x: Tensor, batch: Tensor | None) -
 
 
 def _attend_padded(attention: nn.MultiheadAttention, x: Tensor, batch: Tensor | None) -> Tensor:
-    """Attend within graphs padded to L nodes; B and L are sizes that a trace leaves unknown.
+    """Attend within graphs padded to L + 1 nodes; B and L are sizes that a trace leaves unknown.
 
     Products and a softmax stand in for ``scaled_dot_product_attention``, whose trace has a branch on L.
     """
@@ -113,7 +113,7 @@ def _attend_padded(attention: nn.MultiheadAttention, x: Tensor, batch: Tensor | 
     # int() and len() would be constants of a trace
     graphs: int = batch.max().item() + 1  # type: ignore[assignment]
     counts = batch.new_zeros(graphs).index_add(0, batch, torch.ones_like(batch))  # (B,)
-    longest: int = counts.max().item()  # type: ignore[assignment]
+    longest: int = counts.max().item() + 1  # type: ignore[assignment]  # a trace would assume that sizes are not 1
     begins = counts.cumsum(0) - counts
     places = batch * longest + torch.arange(x.shape[0], device=x.device) - begins[batch]  # (N,) of B * L
     joined = F.linear(x, attention.in_proj_weight, attention.in_proj_bias)

@@ -155,6 +155,8 @@ def test_a_trace_takes_any_number_of_graphs_and_nodes(norm):
         given,
         some | {"batch": torch.tensor([0, 0, 1, 1, 1, 1, 2, 3, 3])},
         some | {"batch": torch.zeros(9, dtype=torch.int64)},
+        some | {"batch": torch.arange(9)},
+        some | {"x": given["x"][:1], "batch": torch.zeros(1, dtype=torch.int64)},
     ):
         expected = layer(one["x"], one["edge_index"], one["batch"], edge_attr=one["edge_attr"]).relu()
         torch.testing.assert_close(

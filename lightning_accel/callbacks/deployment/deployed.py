@@ -78,10 +78,26 @@ def dry_run(
         loader = _first_batches(trainer, of_training)
         if loader is not None:
             datamodule = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
-            use(find_deployed(module, loader, name, 2, datamodule))
+            with _explained_doubles(trainer, purpose):
+                found = find_deployed(module, loader, name, 2, datamodule)
+            use(found)
 
     make = partial(copied.for_dry_run, trainer, pl_module)
     run_in_first_process(trainer, make, run, purpose)
+
+
+@contextmanager
+def _explained_doubles(trainer: L.Trainer, purpose: str) -> Iterator[None]:
+    """Say why float64 batches of a run in float64 do not fit the module, which is deployed in float32."""
+    try:
+        yield
+    except RuntimeError as error:
+        if trainer.precision != "64-true" or "dtype" not in str(error):
+            raise
+        raise TypeError(
+            f"cannot {purpose}: files and quantized forms are of float32, and the loaders yield float64 ({error}). Let "
+            "them yield float32: precision='64-true' converts what trains"
+        ) from error
 
 
 def _first_batches(trainer: L.Trainer, of_training: bool) -> Any:

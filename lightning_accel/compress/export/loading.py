@@ -155,10 +155,19 @@ class Compressed:
         given = {name: value for name, value in given.items() if name not in self.metadata.get("unused_inputs", ())}
         required = self.metadata.get("required", ())  # older files do not tell
         if missing := [name for name in required if name in names and name not in given]:
-            values = {name: value for name, value in self.metadata["plain_inputs"].items() if name in missing}
-            if values.keys() == {*missing}:  # else tensors are missing, which is told below
-                known = ", ".join(f"{name}={value!r}" for name, value in values.items())
-                raise TypeError(f"{self.path} was exported with {known}, which forward requires; pass what it was")
+            values = {
+                path: value
+                for path, value in self.metadata["plain_inputs"].items()
+                if path.partition(".")[0] in missing
+            }
+            if {path.partition(".")[0] for path in values} == {
+                *missing
+            }:  # else tensors are missing, which is told below
+                known = ", ".join(f"{path}={value!r}" for path, value in values.items())
+                raise TypeError(
+                    f"{self.path} was exported with {known}, which forward requires or has another default of; pass "
+                    "what it was"
+                )
         tensors = named_tensors(given)
         if list(tensors) != [spec["name"] for spec in specs]:
             ordered = {spec["name"]: tensors[spec["name"]] for spec in specs if spec["name"] in tensors}

@@ -127,23 +127,34 @@ def bind(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dic
     return found
 
 
-def has_no_default(function: Any, name: str) -> bool:
-    """Return whether ``function`` has a parameter ``name`` without a default."""
+def is_needed(function: Any, name: str, value: Any) -> bool:
+    """Return whether a call that leaves the argument ``name`` out is another one than with this ``value``.
+
+    Without numbers this is so of arguments without a default alone: files name the tensors that they take, and flags
+    of what to return have defaults in files.
+
+    >>> is_needed(lambda x, power=2: None, "power", 2), is_needed(lambda x, power=2: None, "power", 3)
+    (False, True)
+    """
     parameter = inspect.signature(function).parameters.get(name)
-    return parameter is not None and parameter.default is inspect.Parameter.empty
+    if parameter is not None and parameter.default is inspect.Parameter.empty:
+        return True
+    return bool(_numbers_of({name: value})) and (parameter is None or parameter.default != value)
 
 
 def numbers_of_call(function: Any, call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> dict[str, int | float]:
-    """Return the Python numbers of a call that ``function`` requires, by name.
+    """Return the Python numbers of a call that ``function`` requires, or has other defaults of, by name.
 
-    >>> numbers_of_call(lambda x, num_graphs, power=2: None, ((torch.ones(2), 3), {"power": 4}))
-    {'num_graphs': 3}
+    >>> numbers_of_call(lambda x, num_graphs, power=2, norm=1: None, ((torch.ones(2), 3), {"power": 4, "norm": 1}))
+    {'num_graphs': 3, 'power': 4}
     """
-    return {
-        name: value
-        for name, value in bind(function, *call).items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and has_no_default(function, name)
-    }
+    arguments = {name: value for name, value in bind(function, *call).items() if is_needed(function, name, value)}
+    return _numbers_of(arguments)
+
+
+def _numbers_of(value: Any) -> dict[str, int | float]:
+    plain = plain_values(value).items()
+    return {path: leaf for path, leaf in plain if isinstance(leaf, int | float) and not isinstance(leaf, bool)}
 
 
 def sort_keywords(

@@ -25,7 +25,7 @@ from lightning_accel.compress.export.onnx import (
 )
 from lightning_accel.compress.export.structure import (
     describe,
-    has_no_default,
+    is_needed,
     named_tensors,
     plain_values,
     restore,
@@ -216,7 +216,7 @@ def _file_metadata(traced: Traced, format: Format) -> dict[str, Any]:
         "unused_inputs": flat.unused,
         "inputs": _specs(traced),
         "plain_inputs": plain_values(flat.arguments),
-        "required": [name for name in flat.arguments if has_no_default(flat.signature, name)],
+        "required": [name for name, value in flat.arguments.items() if is_needed(flat.signature, name, value)],
         "outputs": describe(flat.output, kept=set(flat.kept)),
         "output_names": flat.kept,
         "probabilities": isinstance(flat.postprocess, Probabilities | nn.Softmax),

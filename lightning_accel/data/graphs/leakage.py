@@ -15,7 +15,7 @@ from lightning_accel.data.digest import digest_of
 from lightning_accel.data.graphs.splits import GraphSplits
 from lightning_accel.data.quoting import listed
 from lightning_accel.data.tables.column_checks import doubts_of_code
-from lightning_accel.data.tables.leakage import FEWEST_COPIES, SMALLEST_SHARE, doubts_of_answers
+from lightning_accel.data.tables.leakage import doubts_of_answers, doubts_of_equal
 from lightning_accel.ops.extras import import_on_use
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ def doubts_of_graphs(splits: GraphSplits, names: Sequence[str] | None, path: str
 
     Graphs without nodes are told; copies, if 5 % of the graphs that validate and test, and five or more, equal training
     graphs in all that the file holds, while most training graphs differ; features that tell the target on their own, as
-    :func:`~lightning_accel.data.tables.leakage.doubts_of_answers` has it, which all nodes or edges of a graph share if
-    graphs have targets; and features of nodes that are constant, or hold a code for missing values.
+    :func:`~lightning_accel.data.tables.leakage.doubts_of_answers` has it, or whose means over the nodes or edges of a
+    graph do; and features of nodes and edges that are constant, or hold a code for missing values.
 
     Args:
         splits: the graphs and their targets.
@@ -52,41 +52,44 @@ def doubts_of_graphs(splits: GraphSplits, names: Sequence[str] | None, path: str
 
 
 def _doubts_of_values(splits: GraphSplits, names: Sequence[str] | None, path: str | Path) -> Iterator[str]:
-    found = [graph.x for graph in splits.graphs if graph.num_nodes and graph.get("x") is not None]
-    if len({x.shape[1] for x in found}) != 1:
-        return
-    x = torch.cat(found)
-    table = pd.DataFrame(
-        x[: _MOST_VALUES // max(1, x.shape[1])].double().numpy(),
-        columns=pd.Index(names or [f"x {number}" for number in range(x.shape[1])]),
-    )
-    constant = [name for name in table if table[name].nunique() == 1]
-    if constant and len(constant) < len(table.columns):
-        yield (
-            f"features of nodes of {path} that hold one value everywhere: {listed(constant, 5)}. Models learn nothing "
-            "from them; leave them out of the file"
+    for key, what in ("x", "nodes"), ("edge_attr", "edges"):
+        found = [graph[key] for graph in splits.graphs if graph.get(key) is not None and len(graph[key])]
+        found = [*map(_rows, found)]
+        if len({values.shape[1] for values in found}) != 1 or not found[0].is_floating_point():  # types of edges
+            continue
+        values = torch.cat(found)
+        table = pd.DataFrame(
+            values[: _MOST_VALUES // max(1, values.shape[1])].double().numpy(),
+            columns=pd.Index((names if key == "x" else None) or _numbered(key, values.shape[1])),
         )
-    for name in table.columns.difference(constant, sort=False):
-        yield from doubts_of_code(table[name], path, "fill it, or leave those graphs or nodes out")
+        constant = [name for name in table if table[name].nunique() == 1]
+        if constant and len(constant) < len(table.columns):
+            yield (
+                f"features of {what} of {path} that hold one value everywhere: {listed(constant, 5)}. Models learn "
+                "nothing from them; leave them out of the file"
+            )
+        for name in table.columns.difference(constant, sort=False):
+            yield from doubts_of_code(table[name], path, f"fill it, or leave those graphs or {what} out")
+
+
+def _numbered(key: str, count: int) -> list[str]:
+    return [f"{key} {number}" for number in range(count)]
 
 
 def _doubt_of_copies(splits: GraphSplits, path: str | Path) -> Iterator[str]:
     digests = np.array([_digest(graph) for graph in splits.graphs])
     held_out = np.concatenate([splits.val, splits.test])
-    trained = digests[splits.train]
-    count = int(np.isin(digests[held_out], trained).sum())
-    if count < max(FEWEST_COPIES, SMALLEST_SHARE * len(held_out)) or 2 * len(np.unique(trained)) < len(trained):
-        return
-    yield (
-        f"{count} of the {len(held_out)} graphs of {path} that validate and test ({count / len(held_out):.0%}) are "
-        "copies of training graphs, equal in edges, features and target, so that metrics are in part those of graphs "
-        "that the model has trained on. Unless they are separate samples, remove repeated graphs from the file"
-    )
+    yield from doubts_of_equal(digests, splits.train, held_out, "graphs", path, "edges, features and target")
 
 
 def _digest(graph: Data) -> str:
-    tensors = [graph[name] for name in ("edge_index", "x", "edge_attr", "y") if graph.get(name) is not None]
-    return digest_of(np.array(graph.num_nodes), *(tensor.numpy() for tensor in tensors))
+    """Return a digest of what a graph holds, whichever direction its edges are written in, and in which order."""
+    tensors = [graph[name] for name in ("x", "y") if graph.get(name) is not None]
+    edges = graph.edge_index.sort(dim=0).values
+    attributes = [] if graph.get("edge_attr") is None else [_rows(graph.edge_attr).double().T]
+    edges = torch.cat([edges.double(), *attributes])
+    edges = edges[:, np.lexsort(edges.numpy()[::-1])]
+    return digest_of(np.array(graph.num_nodes), edges.numpy(), *(tensor.numpy() for tensor in tensors))
 
 
 def _doubts_of_features(splits: GraphSplits, names: Sequence[str] | None, path: str | Path) -> Iterator[str]:
@@ -96,15 +99,21 @@ def _doubts_of_features(splits: GraphSplits, names: Sequence[str] | None, path: 
     if not graphs or len({None if graph.x is None else graph.x.shape[1] for graph in graphs}) > 1:
         return
     y = torch.cat([graph.y for graph in graphs])
-    if graphs[0].x is None or y.ndim > 1:
+    if y.ndim > 1 or (graphs[0].x is None and splits.level == "node"):
         return
-    names = names or [f"x {number}" for number in range(graphs[0].x.shape[1])]
+    names = list(names or _numbered("x", 0 if graphs[0].x is None else graphs[0].x.shape[1]))
     if splits.level == "graph":
-        x, different = torch.stack([_shared(graph.x) for graph in graphs]), [*map(_digest, graphs)]
+        different = [*map(_digest, graphs)]
+        x = torch.stack([torch.empty(0) if graph.x is None else _mean_of(graph.x) for graph in graphs])
         edges = [_of_edges(graph) for graph in graphs]
-        if len({len(one) for one in edges}) == 1 and len(edges[0]):
-            x = torch.cat([x, torch.stack(edges)], dim=1)
-            names = [*names, *(f"edge_attr {number}" for number in range(len(edges[0])))]
+        widths = {len(one) for one in edges if len(one)}
+        if len(widths) == 1:
+            (width,) = widths
+            nothing = torch.full([width], torch.nan, dtype=torch.float64)
+            x = torch.cat([x, torch.stack([one if len(one) else nothing for one in edges])], dim=1)
+            names = [*names, *_numbered("edge_attr", width)]
+        if not names:
+            return
     else:
         x = torch.cat([graph.x for graph in graphs])
         x, y = (x[rows], y[rows]) if splits.of_nodes else (x, y)
@@ -117,17 +126,22 @@ def _doubts_of_features(splits: GraphSplits, names: Sequence[str] | None, path: 
 
 
 def _of_edges(graph: Data) -> Tensor:
-    """Return the features (D,) that all edges share, NaN where they differ; none without edges or their features."""
+    """Return the features (D,) that all edges share, or their means; none without edges or their features."""
     values = graph.get("edge_attr")
     if values is None or not len(values):
         return torch.empty(0, dtype=torch.float64)
-    return _shared(values.double().view(len(values), -1))
+    return _mean_of(_rows(values))
 
 
-def _shared(x: Tensor) -> Tensor:
-    """Return the features (F,) that all rows share, NaN where they differ."""
+def _rows(values: Tensor) -> Tensor:
+    """Return features of nodes or edges as (rows, features)."""
+    return values[:, None] if values.ndim == 1 else values.flatten(1)
+
+
+def _mean_of(x: Tensor) -> Tensor:
+    """Return the features (F,) that all rows share, means where they differ."""
     x = x.double()
-    return x[0].where((x == x[0]).all(0), torch.nan)
+    return x[0].where((x == x[0]).all(0), x.mean(0))
 
 
 def _columns(x: Tensor, names: Sequence[str]) -> pd.DataFrame:

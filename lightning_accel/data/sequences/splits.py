@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_accel.data.digest import digest_of
 from lightning_accel.data.sequences.dataset import SequenceDataset
 from lightning_accel.data.sequences.files import FileSequences, SequenceLayout, TargetKind, read_sequences
+from lightning_accel.data.sequences.leakage import doubts_of_sequences
 from lightning_accel.data.splits import split_in_three
 from lightning_accel.data.tables.column_checks import warn_of_code, warn_of_new_range
 from lightning_accel.data.tables.targets import SET_REGRESSION, read_classes, read_known_classes
@@ -174,6 +175,9 @@ def file_splits(path: Path, layout: SequenceLayout, shares: tuple[float, float],
         splits.lowest, splits.highest = fitted.min(axis=0), fitted.max(axis=0)
         for name, values in zip(read.names, read.steps.T, strict=True):
             warn_of_code(pd.Series(values, name=name), path, "fill it, or leave those steps out")
+    of_each = None if target is None else target.numpy()
+    for doubt in doubts_of_sequences(read, of_each, train, np.concatenate([val, test]), path):
+        rank_zero_warn(doubt)
     return splits
 
 

@@ -148,14 +148,14 @@ def warn_of_versions(texts: pd.Series, path: Path) -> None:
 
 
 def may_be_versions(numbers: pd.Series) -> bool:
-    """Return whether a column has fractions of at most two digits, and no number that is whole."""
+    """Return whether a column has fractions, of at most two digits."""
     if numbers.dtype != np.float64:
         return False
     hundredths = 100 * numbers.dropna().to_numpy()[:MOST_TEXTS]
     if not np.isfinite(hundredths).all():
         return False
     whole = hundredths.round()
-    return bool(np.allclose(hundredths, whole, rtol=0, atol=1e-6) and (whole % 100 != 0).all())
+    return bool(np.allclose(hundredths, whole, rtol=0, atol=1e-6) and (whole % 100 != 0).any())
 
 
 def warn_of_leading_zeros(texts: pd.Series, path: Path) -> None:
@@ -220,19 +220,22 @@ def doubts_of_code(column: pd.Series, path: str | Path, remedy: str) -> Iterator
 
 
 def _counts_rows(numbers: np.ndarray) -> bool:
-    """Return whether the numbers are consecutive whole numbers, each once, in any order."""
-    if np.isnan(numbers).any() or numbers.max() - numbers.min() != len(numbers) - 1:
+    """Return whether the numbers are whole and equally far apart, each once, in any order."""
+    if np.isnan(numbers).any() or (numbers % 1).any():
         return False
-    return bool((np.sort(numbers) == numbers.min() + np.arange(len(numbers))).all())
+    steps = np.diff(np.sort(numbers))
+    return bool(steps[0] > 0 and (steps == steps[0]).all())
 
 
 def _far_value(numbers: np.ndarray) -> float | None:
     """Return a least or largest whole number that repeats, far from all others.
 
-    A number is far at 10 interquartile ranges of the others. At any distance below others that are not negative, two of
-    -99 suffice, and one of -999, -9999 and -99999, which need not repeat.
+    A number is far at 10 interquartile ranges of the others. There, and at any distance below others that are not
+    negative, two of -99 suffice, and one of -999, -9999 and -99999, which need not repeat.
 
     >>> _far_value(np.array([-999.0, *range(20, 60), -999]))
+    -999.0
+    >>> _far_value(np.array([-999.0, *range(-20, 20)]))
     -999.0
     >>> _far_value(np.array([-998.0, *range(20, 60)]))  # an outlier
     >>> _far_value(np.array([-99.0, -99, *range(0, 9000, 10)]))
@@ -243,11 +246,10 @@ def _far_value(numbers: np.ndarray) -> float | None:
         others = numbers[~is_extreme]
         if not len(others) or extreme % 1:
             continue
-        if extreme in _CODES and others.min() >= 0 and is_extreme.sum() >= (2 if extreme == _CODES[0] else 1):
+        is_known = extreme in _CODES and is_extreme.sum() >= (2 if extreme == _CODES[0] else 1)
+        if is_known and others.min() >= 0:
             return float(extreme)
-        if is_extreme.sum() < 2:
-            continue
-        if is_extreme.sum() < _FEWEST_REPEATS * len(numbers):
+        if not is_known and is_extreme.sum() < max(2, _FEWEST_REPEATS * len(numbers)):
             continue
         low, high = np.quantile(others, [0.25, 0.75])
         if high > low and np.abs(others - extreme).min() > 10 * (high - low):

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 else:
     pd = import_on_use("pandas")
 
-FEWEST_COPIES = 5
-SMALLEST_SHARE = 0.05  # of the rows that validate and test
+_FEWEST_COPIES = 5
+_SMALLEST_SHARE = 0.05  # of the rows that validate and test
 _MOST_NUMBERS = 20  # rows that differ in so few numbers coincide by chance
 _FEWEST_ROWS = 20  # in fewer rows, a column agrees with the target by chance
 _ROWS_OF_A_VALUE = 20
@@ -36,10 +36,12 @@ def doubts_of_copies(
 
     A copy equals a training row in all features and the target, and has a number that no other training row has than
     its copies, in a column of more than 20 numbers. Rows of few different values are equal by chance, and not counted.
+    Columns of texts or whole numbers that no two rows share are keys, and not compared.
     """
+    features = features[[name for name in features if not _is_key(features[name])]]
     table = pd.concat([features, pd.Series(target, index=features.index)], axis=1)
     rows = pd.util.hash_pandas_object(table, index=False).to_numpy()
-    fewest = max(FEWEST_COPIES, SMALLEST_SHARE * len(held_out))
+    fewest = max(_FEWEST_COPIES, _SMALLEST_SHARE * len(held_out))
     is_equal = np.isin(rows[held_out], rows[train])
     if is_equal.sum() < fewest:
         return
@@ -66,8 +68,8 @@ def doubts_of_answers(
     There must be other columns, and more than 20 rows. A column tells a quantity if the absolute value of their
     correlation, or of that of their ranks, exceeds 0.9999. It tells the class if each of its values is in rows of one
     class alone, and there are as many values as classes, as in a copy, or 20 rows for each value, or, missing values
-    aside, classes drawn at random would be as pure less than once in a million; or if it is a number that thresholds
-    separate all classes by.
+    aside, classes drawn at random would be as pure less than once in a million; if rows with a value, or those without
+    one, are of one class where chance is as small; or if it is a number that thresholds separate all classes by.
 
     Args:
         features: training rows.
@@ -113,8 +115,16 @@ def _tells_class(column: pd.Series, target: np.ndarray) -> bool:
     ):
         return True
     present = (column.notna() & (column != MISSING)).to_numpy()
+    if not present.all() and any(_are_of_one_class(target[mask], target) for mask in (present, ~present)):
+        return True
     is_name = not is_number or bool((column[present] % 1 == 0).all())
     return is_name and _are_pure(column[present], target[present])
+
+
+def _are_of_one_class(some: np.ndarray, target: np.ndarray) -> bool:
+    """Return whether some rows are of one class, and as many drawn at random hardly would be."""
+    share = (target == some[:1]).mean() if len(some) else 1.0
+    return bool((some == some[:1]).all() and len(some) * np.log(share) < np.log(_LEAST_CHANCE))
 
 
 def _are_pure(names: pd.Series, target: np.ndarray) -> bool:
@@ -156,6 +166,39 @@ def doubts_of_groups(
             f"{listed(found, 5)}. If these rows are of one person or thing, name the column as group: else the "
             "model is tested on persons or things that it has trained on"
         )
+
+
+def doubts_of_equal(
+    digests: np.ndarray, train: np.ndarray, held_out: np.ndarray, kind: str, path: str | Path, parts: str
+) -> Iterator[str]:
+    """Yield a warning if 5 % of the samples ``held_out``, and five or more, have digests of training samples.
+
+    Where half of the training samples are equal to others, samples are equal by design, and nothing is told.
+
+    Args:
+        digests: of all samples.
+        train: samples that train.
+        held_out: those that validate and test.
+        kind: what they are, such as ``graphs``, for the message.
+        path: the file.
+        parts: what equal ones are equal in.
+    """
+    trained = digests[train]
+    count = int(np.isin(digests[held_out], trained).sum())
+    if count < max(_FEWEST_COPIES, _SMALLEST_SHARE * len(held_out)) or 2 * len(np.unique(trained)) < len(trained):
+        return
+    yield (
+        f"{count} of the {len(held_out)} {kind} of {path} that validate and test ({count / len(held_out):.0%}) are "
+        f"copies of training {kind}, equal in {parts}, so that metrics are in part those of {kind} that the model has "
+        f"trained on. Unless they are separate samples, remove repeated {kind} from the file"
+    )
+
+
+def _is_key(column: pd.Series) -> bool:
+    """Return whether no two rows share a value, and these are texts or whole numbers."""
+    if not column.is_unique:
+        return False
+    return column.dtype != np.float64 or bool((column.dropna() % 1 == 0).all())
 
 
 def _different(features: pd.DataFrame, target: np.ndarray) -> np.ndarray:

@@ -484,28 +484,33 @@ def test_numbers_that_differ_between_calls_are_refused_or_told_of_before_trainin
 class Late(Own):
     """Passes a number that differs from the third batch on."""
 
-    def forward(self, x, factor):
-        return factor * self.net(x)
+    def forward(self, x, factor, scale=None, return_half=False, **options):
+        return factor * self.net(x) * (scale or 3)
 
     def training_step(self, batch, batch_idx):
         return nn.functional.cross_entropy(self(batch[0], 1), batch[1])
 
     def validation_step(self, batch, batch_idx):
-        self.log("val/loss", self(batch[0], 1 if batch_idx < 2 else 2).sum())
+        scores = self(batch[0], 1 if batch_idx < 2 else 2, scale=2, return_half=True, sizes={"of_all": [5]})
+        self.log("val/loss", scores.sum())
 
 
 @pytest.mark.slow
 def test_a_file_that_fails_in_validation_is_told_and_takes_no_default_of_its_own(tmp_path):
     callback = Export(filename="late", compare=False)
     with (
-        pytest.warns(UserWarning, match="will hold factor=1 as a constant, for all its inputs"),
+        pytest.warns(UserWarning, match=r"will hold factor=1, scale=2, sizes\.of_all\.0=5 as a constant, for all"),
         pytest.warns(UserWarning, match=r"late\.pt2 fails in validation: ValueError: .* with factor=1, which is fixed"),
     ):
         fit(Late(), [callback], tmp_path)
     file = load_compressed(callback.exported.path)
-    assert file(torch.zeros(2, 6), 1).shape == (2, 3)
-    with pytest.raises(TypeError, match=r"was exported with factor=1, which forward requires; pass what it was"):
-        file(torch.zeros(2, 6))
+    given = {"scale": 2, "sizes": {"of_all": [5]}}
+    assert file(torch.zeros(2, 6), 1, **given).shape == (2, 3)
+    with pytest.raises(TypeError, match=r"was exported with factor=1, which forward requires or has another default"):
+        file(torch.zeros(2, 6), **given)
+    for name in given:
+        with pytest.raises(TypeError, match=rf"was exported with {name}.*=\d, which forward requires or has another"):
+            file(torch.zeros(2, 6), 1, **{key: one for key, one in given.items() if key != name})
 
 
 class Fixed(Own):

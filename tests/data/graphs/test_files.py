@@ -88,6 +88,11 @@ def told(make, found, **options):
 def test_copies_of_training_graphs_and_graphs_without_nodes_are_told(make):
     found = random_graphs(leak=lambda y, node: node % 3)
     assert not told(make, found)
+    turned = [{**line, "edges": [pair[::-1] for pair in reversed(line["edges"])]} for line in found]
+    assert (
+        told(make, [*found, *turned])[0].partition("graphs of")[2]
+        == told(make, [*found, *found])[0].partition("graphs of")[2]
+    )
     (copies,) = told(make, [*found, *found])
     assert re.match(r"\d+ of the 36 graphs of .* that validate and test \(\d+%\) are copies of training graphs", copies)
     assert not told(
@@ -103,7 +108,9 @@ def test_features_that_tell_the_target_are_told(make):
     assert "that tell the target of the training rows on their own" in of_graphs
     assert "class alone: x 1. If one" in of_graphs
     assert of_graphs.endswith("leave it out of the file")
-    assert not told(make, random_graphs(leak=lambda y, node: float(y if node else 9)))  # nodes differ in it
+    for line in (leaking := random_graphs()):  # by the mean of noise
+        line["x"] = [[value, 10 * line["y"] + value] for value, _ in line["x"]]
+    assert "class alone: x 1. If one" in told(make, leaking)[0]
     nodes = [{**line, "y": [node % 3 for node in range(10)]} for line in random_graphs()]
     for line in nodes:
         line["x"] = [[value, float(y)] for (value, _), y in zip(line["x"], line["y"], strict=True)]
@@ -130,6 +137,10 @@ def test_edges_that_tell_the_target_constant_features_and_codes_are_told(make):
     typed = [{**line, "edge_attr": [line["y"]] * len(line["edges"])} for line in found]
     (of_edges,) = told(make, typed)
     assert "class alone: edge_attr 0. If one" in of_edges
+    typed[5] = {**typed[5], "edges": [], "edge_attr": []}
+    assert "class alone: edge_attr 0. If one" in told(make, typed)[0]
+    alone = [{"num_nodes": 10, **{key: line[key] for key in ("edges", "edge_attr", "y")}} for line in typed]
+    assert "class alone: edge_attr 0. If one" in told(make, alone)[0]
     assert not told(make, [{**line, "edge_attr": [*range(len(line["edges"]))]} for line in found])
     (constant,) = told(make, random_graphs())
     assert re.match("features of nodes of .* that hold one value everywhere: x 1. Models learn", constant)
@@ -137,6 +148,9 @@ def test_edges_that_tell_the_target_constant_features_and_codes_are_told(make):
     found[50]["x"][2][0] = -999.0
     (code,) = told(make, found)
     assert re.match("column 'x 0' of .* holds -999 in 1 of 600 rows", code)
+    edges = [{**line, "edge_attr": [[node / 9] for node in range(len(line["edges"]))]} for line in random_graphs(30)]
+    edges[7]["edge_attr"][3] = [-999.0]
+    assert [one for one in told(make, edges) if re.match("column 'edge_attr 0' of .* holds -999 in", one)]
 
 
 def test_a_missing_target_is_told_by_its_line(make):
@@ -234,7 +248,8 @@ def test_a_node_without_target_in_one_of_several_graphs_is_named(make, kind):
 
 def test_features_of_edges(make):
     found = [line | {"edge_attr": [[i, 0.5]] * len(line["edges"])} for i, line in enumerate(lines())]
-    data = make(found)
+    with pytest.warns(UserWarning, match=r"features of edges of .* hold one value everywhere: edge_attr 1\."):
+        data = make(found)
     assert (data.edge_dim, data.num_relations) == (2, None)
     attr = torch.cat([graph.edge_attr for graph in data.train_rows.graphs])
     assert attr[:, 0].mean().abs() < 1e-6
@@ -248,7 +263,7 @@ def test_features_of_edges(make):
 def test_graphs_without_edges_or_nodes_stand_beside_others(make, write, kind, empty, first):
     def attr(line, i):
         size = len(line["edges"])
-        return {"types": [i % 3, 0, 1][:size], "features": [[i, 0.5]] * size, "none": None}[kind]
+        return {"types": [i % 3, 0, 1][:size], "features": [[i, i % 2 + 0.5]] * size, "none": None}[kind]
 
     found = [line | {"edge_attr": attr(line, i)} for i, line in enumerate(lines())]
     more = [{"edges": [], "x": [[1.0, 0]], "y": "ring", "id": "lonely"} | empty, {"edges": [], "x": [], "y": "path"}]

@@ -1,4 +1,6 @@
 import json
+import re
+import warnings
 from types import SimpleNamespace
 
 import lightning as L
@@ -340,6 +342,32 @@ def test_a_run_tells_how_sequences_are_read(make, caplog):
         f"{data.path}: target of {data.num_classes} classes, {', '.join(data.class_names)}; "
         f"features of a step: values_0, values_1; {sizes}, of 0 to 5 steps"
     ]
+
+
+@pytest.mark.slow
+def test_copies_and_values_that_tell_the_target_are_told(make):
+    def told(lines, **options):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            make(lines, **options)
+        return [str(one.message) for one in caught if "have no steps" not in str(one.message)]
+
+    lines = lines_of_values()
+    assert not told(lines)
+    (copies,) = told([*lines, *({**line, "id": f"{line['id']} again"} for line in lines)])
+    assert re.match(r"\d+ of the 36 sequences of .* that validate and test \(\d+%\) are copies of training", copies)
+    kinds = {"walk": 1.0, "run": 2.0, "rest": 5.0}
+    leaking = [{**line, "values": [[*values, kinds[line["target"]]] for values in line["values"]]} for line in lines]
+    (answers,) = told(leaking)
+    assert "that tell the target of the training rows on their own" in answers
+    assert "class alone: values_2. If one" in answers
+    texts = [
+        {"tokens": [*np.random.default_rng(i % 60).integers(9, size=12).tolist()], "target": i % 3} for i in range(120)
+    ]
+    (copies,) = told(texts)
+    assert "sequences of" in copies
+    short = [{"tokens": [i % 3, i % 2], "target": i % 3} for i in range(120)]
+    assert not told(short)  # equal by chance
 
 
 def test_sequences_without_steps_are_told(make):

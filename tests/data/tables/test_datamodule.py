@@ -263,12 +263,16 @@ def test_columns_that_mean_something_else_are_told(make, table):
     assert "hold one value in all training rows: nothing, same. Models" in constant
     assert "column 'number' of" in number
     assert "holds the numbers 7 to 66, each in one row" in number
+    (sevenths,) = warnings_of(make, table.assign(number=7 * odd["number"] + 10000))
+    assert "holds the numbers 10049 to 10462, each in one row" in sevenths
     assert "column 'code' of" in code
     assert "holds -999 in 3 of 60 rows, far from all" in code
     assert "csv.missing, as by --data.csv.missing=-999" in code
     assert warnings_of(make, odd[["number", "kind"]], exclude=[]) == []  # nothing else is left
     (once,) = warnings_of(make, table.assign(code=table["width"].abs().where(table.index > 0, -999)))
     assert "holds -999 in 1 of 60 rows" in once
+    signed = table["width"].sub(table["width"].median()).where(table.index > 0, -999)
+    assert "holds -999 in 1 of 60 rows" in warnings_of(make, table.assign(code=signed))[0]
 
 
 def warnings_of_dates(make, table, **options):
@@ -304,6 +308,9 @@ def test_copies_of_training_rows_are_told_once_with_their_share(make, table):
     assert "54 of the 54 rows of" in copies
     assert "that validate and test (100%) are copies of training rows" in copies
     assert warnings_of(make, pd.concat([unique, unique.head(4)])) == []
+    with_keys = pd.concat([unique] * 3, ignore_index=True)
+    with_keys["key"] = np.random.default_rng(1).permutation(9999)[: len(with_keys)]
+    assert any("are copies of training rows" in one for one in warnings_of(make, with_keys))
 
 
 @pytest.mark.slow
@@ -330,6 +337,19 @@ def test_columns_that_tell_the_class_are_told(make, table, copy):
     one_error = table["kind"].map(copy).where(table.index > 0, copy["elm"])
     assert warnings_of_answers(make, table.assign(copy=one_error), seed=1) == []
     assert warnings_of_answers(make, table[["kind"]].assign(copy=table["kind"].map(copy)), exclude=[]) == []
+
+
+@pytest.mark.slow
+def test_values_that_are_missing_but_for_one_class_tell_it(make, table):
+    many = pd.concat([table] * 2, ignore_index=True)
+    amount = pd.Series(np.random.default_rng(0).normal(size=120).round(3))
+    is_oak = many["kind"] == "oak"
+    for known in (is_oak, ~is_oak, is_oak & (many.index % 4 > 0)):  # not of all oaks
+        (answers,) = warnings_of_answers(make, many.assign(refund=amount.where(known)))
+        assert "class alone: refund. If" in answers
+    assert warnings_of_answers(make, many.assign(refund=amount.where(many.index % 4 > 0))) == []
+    few = amount.where(many.index == many.index[is_oak][0])
+    assert warnings_of_answers(make, many.assign(refund=few)) == []  # one by chance
 
 
 def test_codes_of_many_rows_each_and_thresholds_tell_the_class(make, table):
@@ -446,6 +466,7 @@ def test_versions_that_are_read_as_decimal_numbers_are_told(make):
     for versions, message in (
         (["3.8", "3.9", "3.10"], "holds '3.10', read as 3.1, beside numbers with one decimal. If they are versions"),
         (["3.80", "3.90", "3.10"], ""),
+        (["3.8", "3.9", "3.10", "4.0"], "holds '3.10', read as 3.1, beside numbers with one decimal. If they are"),
         (["3.8", "3.9", "3.11"], ""),
         (["3.0", "3.9", "3.11"], ""),
     ):
