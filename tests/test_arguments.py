@@ -136,6 +136,7 @@ def test_what_is_no_name_no_folder_and_no_module_is_refused_at_once_by_name():
     for one, options in [
         (callbacks.Export, {"class_names": 3}),
         (callbacks.Export, {"class_names": ["a", None]}),
+        (callbacks.Export, {"class_names": {"a", "b"}}),
         (callbacks.Export, {"preprocess": len}),
         (callbacks.Export, {"postprocess": 3}),
         (callbacks.Distillation, {"teacher": torch.nn.Linear(1, 1), "class_dim": "x"}),

@@ -7,7 +7,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_accel._private.lightning import ddp_options
-from lightning_accel.ops.bounds import require_flags, require_integers
+from lightning_accel.ops.bounds import if_set, require_flags, require_integers
 from lightning_accel.ops.names import require_one_of
 from lightning_accel.strategies import AccelDDPStrategy, FullyShardedStrategy, PipelineStrategy
 from lightning_accel.strategies.ddp import compress_gradients
@@ -46,11 +46,13 @@ class DDPSettings(L.Callback):
         find_unused_parameters: bool | None = None,
         compression: Literal["bf16"] | None = None,
     ) -> None:
-        require_integers(1, bucket_cap_mb=bucket_cap_mb)
+        require_integers(1, **if_set(bucket_cap_mb=bucket_cap_mb))
         require_flags(
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            static_graph=static_graph,
-            find_unused_parameters=find_unused_parameters,
+            **if_set(
+                gradient_as_bucket_view=gradient_as_bucket_view,
+                static_graph=static_graph,
+                find_unused_parameters=find_unused_parameters,
+            )
         )
         self.buckets = {"bucket_cap_mb": bucket_cap_mb, "gradient_as_bucket_view": gradient_as_bucket_view}
         self.graph = {"static_graph": static_graph, "find_unused_parameters": find_unused_parameters}

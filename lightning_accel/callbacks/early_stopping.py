@@ -19,7 +19,7 @@ from lightning_accel.callbacks.best_weights import BestWeights
 from lightning_accel.callbacks.compression_phase import current_phase, in_final_phase
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of, not_logged
-from lightning_accel.ops.bounds import require_at_least, require_flags, require_integers
+from lightning_accel.ops.bounds import if_set, require_at_least, require_flags, require_integers
 
 _HIGHER_IS_BETTER = re.compile(r"(^|[/_ ])(acc|accuracy|auc|auroc|f1|precision|recall|r2|log_prob)($|[/_ ])")
 _AT_EPOCH_END = (
@@ -96,7 +96,9 @@ class RestoringEarlyStopping(LightningEarlyStopping):
         require_at_least(0, min_delta=min_delta)
         if math.isinf(min_delta):
             raise ValueError(f"min_delta must be finite, else nothing is an improvement; got {min_delta}")
-        require_at_least(-math.inf, stopping_threshold=stopping_threshold, divergence_threshold=divergence_threshold)
+        require_at_least(
+            -math.inf, **if_set(stopping_threshold=stopping_threshold, divergence_threshold=divergence_threshold)
+        )
         require_flags(check_finite=check_finite, restore_best=restore_best, strict=strict)
         require_integers(1, patience=patience, smooth_over=smooth_over)
         if mode == "min" and _HIGHER_IS_BETTER.search(monitor):

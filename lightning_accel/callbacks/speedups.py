@@ -31,7 +31,7 @@ from lightning_accel.nn.recurrent.fused import fuse_, unfuse_
 from lightning_accel.ops.attention import replace_attention, restore_attention
 from lightning_accel.ops.bernoulli import replace_bernoulli, restore_bernoulli
 from lightning_accel.ops.blocks import find_blocks
-from lightning_accel.ops.bounds import require_flags, require_integers
+from lightning_accel.ops.bounds import if_set, require_flags, require_integers
 from lightning_accel.ops.matmul import keep_matmul_precision, replace_matmul, restore_matmul
 from lightning_accel.ops.names import require_one_of
 
@@ -144,10 +144,9 @@ class Speedups(L.Callback):
         native_dropout: bool = False,
         measured_on: str | None = None,
     ) -> None:
-        require_integers(1, threads=threads, prefetch_factor=prefetch_factor)
-        require_integers(0, num_workers=num_workers)
+        require_integers(1, **if_set(threads=threads, prefetch_factor=prefetch_factor))
+        require_integers(0, **if_set(num_workers=num_workers))
         require_flags(
-            pin_memory=pin_memory,
             fused_optimizer=fused_optimizer,
             fused_rnn=fused_rnn,
             fused_messages=fused_messages,
@@ -158,6 +157,7 @@ class Speedups(L.Callback):
             onednn_matmul=onednn_matmul,
             keep_freed_memory=keep_freed_memory,
             native_dropout=native_dropout,
+            **if_set(pin_memory=pin_memory),
         )
         if prefetch_factor is not None and num_workers == 0:
             raise ValueError(f"prefetch_factor={prefetch_factor} needs workers that load ahead; got num_workers=0")

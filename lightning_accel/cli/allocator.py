@@ -45,15 +45,18 @@ def _content_of(path: Path) -> Any:
         return None  # which the parser explains
 
 
-def _allocators_in(value: Any) -> Iterator[Any]:
-    """Yield ``allocator`` of each Speedups in a config."""
+def _allocators_in(value: Any, around: tuple[int, ...] = ()) -> Iterator[Any]:
+    """Yield ``allocator`` of each Speedups in a config, whose values may hold themselves by an alias."""
+    if id(value) in around:
+        return
+    around = (*around, id(value))
     if isinstance(value, dict):
         if str(value.get("class_path", "")).rpartition(".")[2] == "Speedups" and isinstance(
             value.get("init_args"), dict
         ):
             yield value["init_args"].get("allocator")
         for inner in value.values():
-            yield from _allocators_in(inner)
+            yield from _allocators_in(inner, around)
     elif isinstance(value, list):
         for inner in value:
-            yield from _allocators_in(inner)
+            yield from _allocators_in(inner, around)

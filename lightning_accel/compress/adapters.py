@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_accel.compress.uncompiled import uncompiled
 from lightning_accel.data.digest import digest_of
 from lightning_accel.nn.features import require_width
-from lightning_accel.ops.bounds import require_above, require_integers, require_share
+from lightning_accel.ops.bounds import if_set, require_above, require_integers, require_share
 from lightning_accel.ops.extras import import_on_use, require_module
 from lightning_accel.ops.names import (
     HEADS_AND_GATES,
@@ -121,7 +121,7 @@ def add_adapters_(
 def require_rank(rank: int, alpha: float | None, dropout: float, base: str) -> None:
     """Reject, with a ValueError, values that are out of range."""
     require_integers(1, rank=rank)
-    require_above(0, alpha=alpha)
+    require_above(0, **if_set(alpha=alpha))
     require_share(dropout=dropout)
     require_one_of("base", base, get_args(BaseForm))
 

@@ -50,7 +50,7 @@ from lightning_accel.nn.boltzmann.rbm import RBM, Visible
 from lightning_accel.nn.boltzmann.stack import UNKNOWN, RBMStack
 from lightning_accel.nn.boltzmann.units import GaussianVisible
 from lightning_accel.nn.boltzmann.wake_sleep import UpDown
-from lightning_accel.ops.bounds import require_flags, require_integers
+from lightning_accel.ops.bounds import if_set, require_flags, require_integers
 from lightning_accel.ops.gibbs import draw_bernoulli
 from lightning_accel.ops.names import list_of_sizes
 from lightning_accel.ops.options import read_options
@@ -154,7 +154,7 @@ class DeepBeliefNetwork(EvaluatedNetwork):
         optimizer: OptimizerCallable = torch.optim.SGD,
     ) -> None:
         super().__init__()
-        require_integers(1, num_visible=num_visible, num_classes=num_classes, minibatch_size=minibatch_size)
+        require_integers(1, **if_set(num_visible=num_visible, num_classes=num_classes, minibatch_size=minibatch_size))
         require_flags(labels=labels)
         # NumPy numbers or a Stage would make the checkpoint unsafe to load
         num_visible = None if num_visible is None else index(num_visible)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler
 from lightning_accel.nn.boltzmann.contrastive import ContrastiveDivergence, Sampler
 from lightning_accel.nn.boltzmann.rbm import RBM, Visible
 from lightning_accel.nn.boltzmann.stack import RBMStack
-from lightning_accel.ops.bounds import require_integers
+from lightning_accel.ops.bounds import if_set, require_integers
 
 Decay: TypeAlias = Literal["linear", "quadratic", "none"]
 Inputs: TypeAlias = Literal["samples", "means"]
@@ -301,7 +301,7 @@ def require_options(
         raise ValueError(f"the method of fine_tuning must be 'none', 'classifier' or 'updown'; got {finetune!r}")
     if likelihood not in ("none", "exact", "ais"):
         raise ValueError(f"likelihood must be 'none', 'exact' or 'ais'; got {likelihood!r}")
-    require_integers(1, minibatch_size=minibatch_size)
+    require_integers(1, **if_set(minibatch_size=minibatch_size))
 
 
 def require_sizes_from_below(sizes: Sequence[int], stages: Sequence[Stage], visible: Visible) -> None:

@@ -35,7 +35,7 @@ from lightning_accel.nn import (
 )
 from lightning_accel.nn.moe.gating import GateFactory
 from lightning_accel.nn.transformer import visible_tokens
-from lightning_accel.ops.bounds import require_at_least, require_flags, require_integers, require_share
+from lightning_accel.ops.bounds import if_set, require_at_least, require_flags, require_integers, require_share
 from lightning_accel.ops.evaluation import evaluating
 from lightning_accel.ops.options import options_of, read_options
 from lightning_accel.ops.renames import renamed_arguments
@@ -167,10 +167,10 @@ class MoELanguageModel(SizedModel):
         experts, generation = read_options(Experts, experts), read_options(Generation, generation)
         attention = read_options(Attention, attention)
         new_tokens, temperature, sample_from = generation.max_new_tokens, generation.temperature, generation.sample_from
-        require_integers(1, vocab_size=vocab_size, dim=dim, num_layers=num_layers, max_new_tokens=new_tokens)
+        require_integers(1, dim=dim, num_layers=num_layers, max_new_tokens=new_tokens, **if_set(vocab_size=vocab_size))
         require_share(dropout=dropout)
         require_flags(tie_embeddings=tie_embeddings, activation_checkpointing=activation_checkpointing)
-        require_integers(0, moe_every=moe_every, sample_from=sample_from)
+        require_integers(0, moe_every=moe_every, **if_set(sample_from=sample_from))
         require_at_least(0, temperature=temperature)
         self.save_hyperparameters(ignore=["optimizer"])
         keep_plain_hyperparameters(self)

@@ -15,7 +15,7 @@ from lightning_accel.models.hooks import EpochLoad, SizedModel, is_logging_step
 from lightning_accel.nn import ExpertLoad, GateReport, MixtureOfExperts, summarise_load
 from lightning_accel.nn.features import require_floating, require_rows
 from lightning_accel.nn.moe.gating import GateFactory
-from lightning_accel.ops.bounds import require_integers, require_share
+from lightning_accel.ops.bounds import if_set, require_integers, require_share
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 
@@ -43,7 +43,7 @@ class MixtureModel(SizedModel):
         optimizer: OptimizerCallable,
     ) -> None:
         super().__init__()
-        require_integers(1, num_features=num_features, dim=dim)
+        require_integers(1, dim=dim, **if_set(num_features=num_features))
         require_share(dropout=dropout)
         dim, num_experts, k, hidden_dim = map(index, (dim, experts.num_experts, experts.k, experts.hidden_dim))
         self.num_features = num_features

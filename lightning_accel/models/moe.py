@@ -22,7 +22,7 @@ from lightning_accel.models.hooks import (
 from lightning_accel.models.mixture_model import Batch, MixtureModel
 from lightning_accel.nn import GateReport, TopKGate
 from lightning_accel.nn.moe.gating import GateFactory
-from lightning_accel.ops.bounds import require_integers
+from lightning_accel.ops.bounds import if_set, require_integers
 from lightning_accel.ops.float32 import at_least_float32
 from lightning_accel.ops.options import options_of, read_options
 from lightning_accel.ops.renames import renamed_arguments
@@ -99,7 +99,7 @@ class MoEClassifier(MixtureModel):
         optimizer: OptimizerCallable = torch.optim.AdamW,
     ) -> None:
         experts = read_options(Experts, experts)
-        require_integers(1, num_classes=num_classes)
+        require_integers(1, **if_set(num_classes=num_classes))
         super().__init__(num_features, dim, experts, dropout, gate, encoder, optimizer)
         class_names = None if class_names is None else list_of_str(class_names)
         self.save_hyperparameters(ignore=["encoder", "optimizer"])

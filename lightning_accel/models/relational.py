@@ -41,7 +41,7 @@ from lightning_accel.nn.features import (
     wrong_edge_attr,
 )
 from lightning_accel.nn.relational.pooling import Estimate, RelationalPooling
-from lightning_accel.ops.bounds import require_integers
+from lightning_accel.ops.bounds import if_set, require_integers
 from lightning_accel.ops.names import require_one_of
 from lightning_accel.ops.options import options_of, read_options
 from lightning_accel.ops.renames import renamed_arguments
@@ -158,7 +158,7 @@ class RelationalGNN(SupervisedModel):
         self.convolutions, self.marking = layers, marking
         self.value_loss = error
         self.make_optimizer = optimizer
-        require_integers(1, **{name: getattr(self, name) for name in _SIZES})
+        require_integers(1, **if_set(**{name: getattr(self, name) for name in _SIZES}))
         self._require_options()
         self.layers: GraphLayers | None = None
         known = level is not None and target_kind is not None and self._num_scores() and num_features

@@ -25,7 +25,7 @@ from lightning_accel.models.hooks import (
 from lightning_accel.models.masked_loss import MaskedLoss, SupervisedModel, is_valid, masked_loss
 from lightning_accel.nn.recurrent.block import RecurrentBlock, require_block_parts
 from lightning_accel.nn.recurrent.dynamic import DynamicRNN
-from lightning_accel.ops.bounds import require_integers, require_share
+from lightning_accel.ops.bounds import if_set, require_integers, require_share
 from lightning_accel.ops.options import options_of, read_options
 from lightning_accel.ops.renames import renamed_arguments
 from lightning_accel.strategies import DataParallelStrategy, PipelineStrategy
@@ -228,7 +228,7 @@ class SequenceModel(SupervisedModel):
         self.horizon = horizon
         self.make_optimizer = optimizer
         sizes = {name: getattr(self, name) for name in _SIZES}
-        require_integers(1, dim=dim, horizon=horizon, **sizes, **{"layers.num_layers": layers.num_layers})
+        require_integers(1, dim=dim, horizon=horizon, **{"layers.num_layers": layers.num_layers}, **if_set(**sizes))
         require_share(dropout=dropout)
         self._block_parts = {name: getattr(layers, name) for name in ("conv_kernel", "feed_forward_dim")}
         require_block_parts(layers.residual, **self._block_parts)

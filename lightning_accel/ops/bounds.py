@@ -3,47 +3,55 @@
 import os
 from numbers import Integral, Real
 from pathlib import Path
+from typing import Any
 
 _LONGEST_NAME = 240  # bytes; file systems allow 255, of which suffixes and temporary names take some
 
 
-def require_integers(least: int, **options: int | None) -> None:
-    """Raise unless each option that is set is a whole number from ``least`` on.
+def if_set(**options: Any) -> dict[str, Any]:
+    """Return the options that are not None, for those that may be.
+
+    >>> if_set(threads=None, num_workers=2)
+    {'num_workers': 2}
+    """
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def require_integers(least: int, **options: int) -> None:
+    """Raise unless each option is a whole number from ``least`` on.
 
     Raises:
         TypeError: if one is no whole number.
         ValueError: if one is below.
     """
     for name, value in options.items():
-        if value is None:
-            continue
         if isinstance(value, bool) or not isinstance(value, Integral):
             raise TypeError(f"{name} must be a whole number; got {value!r}")
         if value < least:
             raise ValueError(f"{name} must be at least {least}; got {value}")
 
 
-def require_at_least(least: float, **options: float | None) -> None:
-    """Raise unless each option that is set is a number from ``least`` on.
+def require_at_least(least: float, **options: float) -> None:
+    """Raise unless each option is a number from ``least`` on.
 
     Raises:
         TypeError: if one is no number.
         ValueError: if one is below, or nan.
     """
     for name, value in options.items():
-        if value is not None and not _number(name, value) >= least:
+        if not _number(name, value) >= least:
             raise ValueError(f"{name} must be at least {least}; got {value}")
 
 
-def require_above(bound: float, **options: float | None) -> None:
-    """Raise unless each option that is set is a number above ``bound``.
+def require_above(bound: float, **options: float) -> None:
+    """Raise unless each option is a number above ``bound``.
 
     Raises:
         TypeError: if one is no number.
         ValueError: if one is not above, or nan.
     """
     for name, value in options.items():
-        if value is not None and not _number(name, value) > bound:
+        if not _number(name, value) > bound:
             raise ValueError(f"{name} must be above {bound}; got {value}")
 
 
@@ -59,10 +67,10 @@ def require_share(**options: float) -> None:
             raise ValueError(f"{name} must lie in [0, 1); got {value}")
 
 
-def require_flags(**options: bool | None) -> None:
-    """Raise a TypeError unless each option that is set is True or False."""
+def require_flags(**options: bool) -> None:
+    """Raise a TypeError unless each option is True or False."""
     for name, value in options.items():
-        if not isinstance(value, bool | None):
+        if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False; got {value!r}")
 
 

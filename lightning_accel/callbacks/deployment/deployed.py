@@ -157,6 +157,8 @@ def require_validation(trainer: L.Trainer, caller: str) -> None:
 
 
 def _require_submodule(module: L.LightningModule, name: str | None) -> None:
+    if not isinstance(name, str | None):
+        raise TypeError(f"module must be the name of a submodule; got {name!r}")
     if name is not None and name not in {clean_name(known) for known, _ in module.named_modules()}:
         children = ", ".join(child for child, _ in module.named_children())
         raise ValueError(f"{type(module).__name__} has no submodule {name!r}; it has: {children}")

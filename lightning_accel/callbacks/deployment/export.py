@@ -1,6 +1,6 @@
 """Export of the trained model to a self-contained file, with a report. Shapes: B samples."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,7 @@ from lightning_accel.compress.export.writing import (
 from lightning_accel.compress.report.forms import measure_forms, plain_forms
 from lightning_accel.compress.report.progress import Progress
 from lightning_accel.compress.report.report import Report, describe_layers
-from lightning_accel.ops.bounds import require_filename, require_flags, require_integers
+from lightning_accel.ops.bounds import if_set, require_filename, require_flags, require_integers
 from lightning_accel.ops.names import list_of_names, list_some, require_one_of
 
 _NUM_BATCHES = 2  # of validation, that the file is compared on
@@ -124,17 +124,13 @@ class Export(L.Callback):
         suffix = Path(filename).suffix
         if format != "auto" and suffix in SUFFIXES.values() and suffix != SUFFIXES[format]:
             raise ValueError(f"a file of format {format!r} must end in {SUFFIXES[format]}; got filename={filename!r}")
-        require_integers(3, max_length=max_length)
+        require_integers(3, **if_set(max_length=max_length))
         self.format = format
         self.filename = filename
         self.module = module
         self.preprocess = preprocess
         self.postprocess = Probabilities() if postprocess == "probabilities" else postprocess
-        self.class_names = None if class_names is None else list_of_names(class_names, "class_names")
-        if self.class_names is not None and (
-            len({*self.class_names}) < max(1, len(self.class_names)) or {None, ""} & {*self.class_names}
-        ):
-            raise ValueError(f"class_names must name each class once; got {self.class_names}")
+        self.class_names = _in_order(class_names)
         self.dynamic = dynamic
         self.compare = compare
         self.max_length = max_length
@@ -446,6 +442,23 @@ def _log_export(exported: Exported, has_probabilities: bool) -> None:
 
 def _with_suffix(path: Path, suffix: str) -> Path:
     return path if path.suffix in SUFFIXES.values() else path.with_name(path.name + suffix)
+
+
+def _in_order(class_names: Sequence[str] | None) -> list[str] | None:
+    """Return the names as a list.
+
+    Raises:
+        TypeError: if they have no order, or are no names.
+        ValueError: if one is empty or stands twice.
+    """
+    if class_names is None:
+        return None
+    if isinstance(class_names, Set | Mapping | bytes):
+        raise TypeError(f"class_names must be a list, in the order of the scores; got {class_names!r}")
+    names = list_of_names(class_names, "class_names")
+    if len({*names}) < max(1, len(names)) or {None, ""} & {*names}:
+        raise ValueError(f"class_names must name each class once, none by nothing; got {names}")
+    return names
 
 
 def _require_module_or(name: str, option: str, value: Any) -> None:

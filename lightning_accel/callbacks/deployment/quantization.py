@@ -46,7 +46,7 @@ from lightning_accel.compress.report.latency import speedup
 from lightning_accel.compress.report.perplexity import PERPLEXITY, measured_perplexity
 from lightning_accel.compress.report.progress import Progress
 from lightning_accel.compress.report.report import Report, describe_speedup
-from lightning_accel.ops.bounds import require_above, require_at_least, require_integers
+from lightning_accel.ops.bounds import if_set, require_above, require_at_least, require_integers
 from lightning_accel.ops.names import list_of_names, require_one_of
 from lightning_accel.ops.renames import DROPPED_IN, renamed_arguments
 from lightning_accel.strategies import PipelineStrategy
@@ -157,10 +157,10 @@ class Quantization(L.Callback):
             raise ValueError("max_drop needs monitor, the figure of validation that may drop, such as 'val/accuracy'")
         if monitor == PERPLEXITY and monitor_mode == "max":
             raise ValueError("lower perplexities are better: monitor='perplexity' needs monitor_mode='min'")
-        require_at_least(0, max_drop=max_drop)
-        require_integers(1, calibrate=calibrate, batch_size=batch_size)
+        require_at_least(0, **if_set(max_drop=max_drop))
+        require_integers(1, calibrate=calibrate, **if_set(batch_size=batch_size))
         require_above(0, seconds=seconds)
-        require_at_least(0, start=start)
+        require_at_least(0, **if_set(start=start))
         if start is not None:
             kind = "a share of the run" if isinstance(start, float) else "an epoch, which begin cannot name"
             warnings.warn(

@@ -25,7 +25,7 @@ from lightning_accel.compress.pruning.masks import (
     require_sparsity,
     sparsity_at,
 )
-from lightning_accel.ops.bounds import require_at_least, require_integers
+from lightning_accel.ops.bounds import if_set, require_at_least, require_integers
 from lightning_accel.ops.names import list_of_names, require_one_of
 from lightning_accel.ops.renames import renamed_arguments
 
@@ -129,7 +129,7 @@ class Pruning(L.Callback):
         _require_step_or_share("end", end)
         if type(begin) is type(end) and begin > end and schedule != "one_shot":
             raise ValueError(f"end must come after begin; got begin={begin}, end={end}")
-        require_integers(1, every_n_steps=every_n_steps)
+        require_integers(1, **if_set(every_n_steps=every_n_steps))
         if regrowth is not None:
             require_one_of("regrowth", regrowth, ["rigl"])
             if structure != "unstructured":

@@ -9,7 +9,7 @@ from torch_geometric.data import Dataset
 
 from lightning_accel.data.graphs.tasks import Family, Level, TargetKind
 from lightning_accel.data.shards.options import ShardOptions
-from lightning_accel.ops.bounds import require_integers
+from lightning_accel.ops.bounds import if_set, require_integers
 from lightning_accel.ops.names import list_of_names
 
 
@@ -157,7 +157,7 @@ def require_choices(options: Mapping[str, Any]) -> None:
 def require_sizes(global_batch_size: int | None, batches: GraphBatches) -> None:
     """Raise a ValueError if a size is out of range."""
     limits = {"batches.max_nodes": batches.max_nodes, "batches.max_edges": batches.max_edges}
-    require_integers(1, global_batch_size=global_batch_size, **limits)
+    require_integers(1, **if_set(global_batch_size=global_batch_size, **limits))
     chosen = batches.num_neighbors
     if chosen is not None:
         if not chosen or any(most < 1 and most != -1 for most in chosen):

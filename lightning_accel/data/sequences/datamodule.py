@@ -36,7 +36,7 @@ from lightning_accel.data.shards.loader import datamodule_loader
 from lightning_accel.data.shards.options import ShardOptions
 from lightning_accel.data.shards.splits import Split
 from lightning_accel.data.tables.files import existing_file
-from lightning_accel.ops.bounds import require_integers
+from lightning_accel.ops.bounds import if_set, require_integers
 from lightning_accel.ops.names import list_of_names
 from lightning_accel.ops.options import options_of, read_options
 from lightning_accel.ops.renames import renamed_arguments
@@ -135,7 +135,9 @@ class SequenceDataModule(L.LightningDataModule):
         predict_path: str | Path | None = None,
     ) -> None:
         super().__init__()
-        require_integers(1, global_batch_size=global_batch_size, max_tokens=max_tokens, chunk_steps=chunk_steps)
+        require_integers(
+            1, global_batch_size=global_batch_size, **if_set(max_tokens=max_tokens, chunk_steps=chunk_steps)
+        )
         require_integers(0, seed=seed, num_workers=num_workers)
         require_shares(val_share, test_share)
         generated, layout = read_options(GeneratedSequences, generated), read_options(SequenceLayout, layout)

@@ -15,7 +15,7 @@ from lightning_accel.data.in_memory import identity_collate
 from lightning_accel.data.planned_sampler import Plan, PlannedSampler, integer_sizes, share_indices
 from lightning_accel.data.samplers import ResumableLoader
 from lightning_accel.data.sequences.batch import collate_sequences
-from lightning_accel.ops.bounds import require_integers
+from lightning_accel.ops.bounds import if_set, require_integers
 
 _UNBOUNDED = 2**62
 
@@ -167,7 +167,7 @@ class LengthBatchSampler(PlannedSampler):
             raise TypeError(_BATCH_SAMPLER_ERROR)
         self.lengths = integer_sizes(lengths, "lengths are numbers of steps, one for each sequence")
         sizes = {"batch_size": batch_size, "max_tokens": max_tokens, "max_steps": max_steps}
-        require_integers(1, **sizes, window=window, chunk_steps=chunk_steps)
+        require_integers(1, **if_set(**sizes, window=window, chunk_steps=chunk_steps))
         require_integers(0, seed=seed)
         if all(size is None for size in sizes.values()):
             raise ValueError("give batch_size, max_tokens or max_steps, of all processes together")

@@ -18,7 +18,7 @@ from lightning_accel.nn.relational.sums import (
     sum_triangles,
     sum_wedges,
 )
-from lightning_accel.ops.bounds import require_integers
+from lightning_accel.ops.bounds import if_set, require_integers
 from lightning_accel.ops.float32 import at_least_float32, without_autocast
 from lightning_accel.ops.triples.find import Triples
 
@@ -34,7 +34,7 @@ _SUMS: dict[str, Callable[..., Tensor]] = {
 
 def make_edge_weights(channels: int, edge_dim: int | None, num_relations: int | None) -> "EdgeWeights | None":
     """Create weights of edges if ``edge_dim`` or ``num_relations`` is set, else return None."""
-    require_integers(1, edge_dim=edge_dim, num_relations=num_relations)
+    require_integers(1, **if_set(edge_dim=edge_dim, num_relations=num_relations))
     if edge_dim is None and num_relations is None:
         return None
     return EdgeWeights(channels, edge_dim, num_relations)

@@ -18,7 +18,7 @@ from lightning_accel.nn.relational.sums import (
     rooted_sums,
     weighted_neighbour_sum,
 )
-from lightning_accel.ops.bounds import require_integers
+from lightning_accel.ops.bounds import require_flags, require_integers
 from lightning_accel.ops.float32 import at_least_float32, without_autocast
 from lightning_accel.ops.names import list_of_names
 from lightning_accel.ops.triples.cache import triples_of
@@ -80,9 +80,10 @@ class RelationalOrder3Pooling(nn.Module):
         num_relations: int | None = None,
     ) -> None:
         super().__init__()
-        types = list_of_names(types)
+        types = list_of_names(types, "types")
         if not types or len(set(types)) < len(types) or not set(types) <= set(MAPS):
             raise ValueError(f"types must be some of {list(MAPS)}, each once at most; got {list(types)}")
+        require_integers(-1, in_channels=in_channels)
         require_integers(1, out_channels=out_channels, rank=rank)
         self.in_channels = in_channels
         self.out_channels = out_channels
@@ -229,7 +230,9 @@ class RO3Conv(MessagePassing):  # type: ignore[misc]  # PyG's is untyped
                 f"RO3Conv joins triples of nodes of one type, so in_channels is one width, or -1; got {in_channels}. "
                 "Make the graph homogeneous, data.to_homogeneous(), and tell its relations apart by num_relations"
             )
+        require_integers(-1, in_channels=in_channels)
         require_integers(1, out_channels=out_channels, rank=rank)
+        require_flags(compress_sums=compress_sums)
         self.in_channels = in_channels
         self.out_channels = out_channels
         self.rank = rank

@@ -35,6 +35,7 @@ from lightning_accel.nn.relational.copies import (
 )
 from lightning_accel.nn.relational.invariance import change_beside_others
 from lightning_accel.nn.relational.marked_tuples import TupleKind, find_tuples, resolve_marks
+from lightning_accel.ops.bounds import if_set, require_integers
 from lightning_accel.ops.extras import import_on_use
 from lightning_accel.ops.float32 import at_least_float32, without_autocast
 
@@ -140,16 +141,16 @@ class RelationalPooling(nn.Module):
         chunk_size: int = 2**19,
     ) -> None:
         super().__init__()
+        require_integers(1, **if_set(marks=None if marks == "full" else marks, max_nodes=max_nodes))
         self.marks, self.tuples = resolve_marks(marks, tuples, max_nodes)
         self.full = marks == "full"
         if level not in ("graph", "node"):
             raise ValueError(f"level must be 'graph' or 'node', got {level!r}")
-        if samples is not None and samples < 2:
-            raise ValueError(f"samples must be at least 2, for a standard error, or None for all tuples, got {samples}")
-        if train_samples is not None and train_samples < 1:
-            raise ValueError(f"train_samples must be at least 1, or None for all tuples, got {train_samples}")
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size must be positive, got {chunk_size}")
+        require_integers(2, **if_set(samples=samples))  # for a standard error
+        require_integers(1, chunk_size=chunk_size, **if_set(train_samples=train_samples))
+        for name, part in {"base_gnn": base_gnn, "head": head}.items():
+            if not (isinstance(part, nn.Module) or (part is None and name == "head")):
+                raise TypeError(f"{name} must be a module (torch.nn.Module); got {part!r}")
         self.base_gnn = base_gnn
         self.head = nn.Identity() if head is None else head
         self.level, self.samples, self.train_samples, self.chunk_size = level, samples, train_samples, chunk_size

@@ -4,6 +4,7 @@ import re
 import socket
 from collections.abc import Callable, Iterable
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -305,7 +306,8 @@ def newest_checkpoint(
             was cut off are taken into account.
 
     Raises:
-        ValueError: if a folder has no name, as an empty variable gives.
+        TypeError: if ``places`` is no path, and no list.
+        ValueError: if a folder has no name, as an empty variable gives, or is a file that is no checkpoint.
 
     Example:
         >>> import lightning as L
@@ -316,14 +318,17 @@ def newest_checkpoint(
         True
     """
     found: list[tuple[float, str | Path]] = []
-    for place in list_of_names([places] if isinstance(places, str | Path) else places):
-        if not str(place).strip():
+    for place in list_of_names([places] if isinstance(places, str | PathLike) else places, "places"):
+        if not isinstance(place, str | PathLike) or not str(place).strip() or "\0" in str(place):
             raise ValueError(f"newest_checkpoint needs a folder, such as 'runs/digits'; got {place!r}")
         if is_remote(place):
             found += complete_checkpoints(str(place))
             local = [] if copies is None else [*copies.not_uploaded(str(place))]
         else:
-            local = [path for path in _candidates(Path(place)) if path.exists()]
+            place = Path(place).expanduser()
+            if place.is_file() and place.suffix != ".ckpt":
+                raise ValueError(f"newest_checkpoint needs a folder, or a .ckpt file; {place} is another file")
+            local = [path for path in _candidates(place) if path.exists()]
         found += [(path.stat().st_mtime_ns / 1e9, path) for path in local]
     for _, path in sorted(found, key=_moment, reverse=True):
         damage = "" if isinstance(path, str) else find_damage(path)

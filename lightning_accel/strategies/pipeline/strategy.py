@@ -18,7 +18,7 @@ from torchmetrics import Metric
 
 from lightning_accel._private.lightning import layer_sync_of, starts_scripts, timeout_of
 from lightning_accel._private.torch import multiply_
-from lightning_accel.ops.bounds import require_integers
+from lightning_accel.ops.bounds import if_set, require_integers
 from lightning_accel.strategies.batch_samplers import distribute_sampler
 from lightning_accel.strategies.batch_splitting import count_samples, split_batch
 from lightning_accel.strategies.gradients import (
@@ -189,7 +189,7 @@ class PipelineStrategy(LaunchedStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
         super().__init__(timeout=timeout, start_method=start_method)
-        require_integers(1, num_micro_batches=num_micro_batches, data_parallel_size=data_parallel_size)
+        require_integers(1, data_parallel_size=data_parallel_size, **if_set(num_micro_batches=num_micro_batches))
         self.num_micro_batches = num_micro_batches
         self.split = split
         self.data_parallel_size = data_parallel_size

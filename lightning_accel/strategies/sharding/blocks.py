@@ -88,18 +88,23 @@ def shard_module(module: nn.Module, blocks: Sequence[nn.Module], sharding: Shard
     sharding.ignored.update(scalars)
     sharding.ignored.update(one for one in module.parameters() if not one.is_floating_point())
     for submodule in module.modules():
-        # torch's batch norms combine low-precision inputs with float32 weights, but not float32 statistics with low
-        # weights
-        is_exact = getattr(submodule, "keep_float32", False) or isinstance(submodule, NormBase)
-        if is_exact and submodule not in blocks and any(True for _ in submodule.parameters()):
+        if _keeps_dtype(submodule) and submodule not in blocks and any(True for _ in submodule.parameters()):
             sharding.apply(submodule)
     for block in blocks:
-        sharding.apply(block, sharding.dtype)
+        sharding.apply(block, None if _keeps_dtype(block) else sharding.dtype)
     root = Sharded(module)
     sharding.apply(root, sharding.dtype, reshard_after_forward=False)
     root.scalars = scalars
     _move_unsharded(module, sharding)
     return root
+
+
+def _keeps_dtype(module: nn.Module) -> bool:
+    """Return whether a module is gathered in its own dtype.
+
+    Batch norms of torch combine inputs of low precision with float32 weights, but not float32 statistics with low ones.
+    """
+    return getattr(module, "keep_float32", False) or isinstance(module, NormBase)
 
 
 def _shard_experts(name: str, experts: nn.Module, sharding: Sharding, mesh: DeviceMesh) -> None:

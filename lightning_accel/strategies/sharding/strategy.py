@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_accel._private.lightning import layer_sync_of, starts_scripts
 from lightning_accel.ops.blocks import find_blocks
-from lightning_accel.ops.bounds import require_flags, require_integers
+from lightning_accel.ops.bounds import if_set, require_flags, require_integers
 from lightning_accel.ops.names import list_of_names, require_one_of
 from lightning_accel.strategies.batch_samplers import require_distributable_batches
 from lightning_accel.strategies.checkpoints.io import (
@@ -121,7 +121,7 @@ class FullyShardedStrategy(LaunchedStrategy):
             raise ValueError(f"checkpoints must be 'whole' or 'sharded'; got {checkpoints!r}")
         if expert_parallel_size != 1 and (shard_size is not None or cpu_offload):
             raise ValueError("expert_parallel_size does not go with shard_size or cpu_offload; leave those out")
-        require_integers(1, shard_size=shard_size)
+        require_integers(1, **if_set(shard_size=shard_size))
         require_flags(activation_checkpointing=activation_checkpointing, cpu_offload=cpu_offload)
         if isinstance(expert_parallel_size, str):
             require_one_of("expert_parallel_size", expert_parallel_size, ["all"])

@@ -442,8 +442,9 @@ def test_plain_arguments_are_fixed(tmp_path):
 
     export(Own(), [((torch.ones(3, 2),), {"scale": 2.0})], tmp_path / "m.pt2")
     loaded = load_compressed(tmp_path / "m.pt2")
-    assert loaded(torch.ones(4, 2)).max() == 2
     assert loaded(torch.ones(4, 2), scale=2.0).max() == 2
+    with pytest.raises(TypeError, match=r"exported with scale=2\.0, which forward requires or has another default of"):
+        loaded(torch.ones(4, 2))  # by 1, as the module has it
     with pytest.raises(ValueError, match=r"exported with scale=2.0, which is fixed; got 3.0"):
         loaded(torch.ones(4, 2), scale=3.0)
 

@@ -451,12 +451,15 @@ def test_bfloat16_keeps_sums_and_means_in_float32():
         ({"marks": 2, "max_nodes": 3}, "leave it out"),
         ({"samples": 1}, "at least 2"),
         ({"train_samples": 0}, "at least 1"),
-        ({"chunk_size": 0}, "positive"),
+        ({"chunk_size": 0}, "chunk_size must be at least 1"),
+        ({"samples": 2.5}, "samples must be a whole number"),
+        ({"marks": True}, "marks must be a whole number"),
+        ({"head": 3}, "head must be a module"),
         ({"level": "edge"}, "'graph' or 'node'"),
     ],
 )
 def test_refuses_options(options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         RelationalPooling(Sums(2), **options)
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_accel import AmpPrecision
-from lightning_accel.strategies import FullyShardedStrategy, SyncBatchNormPlugin
+from lightning_accel.strategies import FullyShardedStrategy, SyncBatchNormPlugin, find_blocks
 from tests.ranks import run_ranks
 from tests.strategies.trained import ADAMW, SGD, Plain, Rows, fit, make, trainer, whole_weights
 from tests.tolerance import CLOSE
@@ -440,11 +440,37 @@ def check_low_batch_norm(rank):
     return whole_weights(run)["norm.weight"]
 
 
+class RepeatedNorms(L.LightningModule):
+    """Repeats layers side by side, so that batch norms are blocks of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(kind(6) for _ in range(3) for kind in (nn.LazyLinear, nn.BatchNorm1d)))
+        self.layers(torch.randn(4, 6))
+
+    def training_step(self, x, batch_idx):
+        return self.layers(x).square().mean()
+
+    def validation_step(self, x, batch_idx):
+        self.training_step(x, batch_idx)
+
+    def configure_optimizers(self):
+        return SGD(self.parameters())
+
+
+def check_repeated_norms(rank):
+    module, loader = RepeatedNorms(), torch.utils.data.DataLoader(torch.randn(8, 6), 4)
+    assert any(isinstance(block, nn.BatchNorm1d) for block in find_blocks(module))
+    run = trainer(strategy=FullyShardedStrategy(), devices=2, precision="bf16-mixed", max_steps=2)
+    run.fit(module, loader, loader)
+
+
 @pytest.mark.slow
 def test_batch_norms_train_in_mixed_precision():
     first, second = run_ranks(check_low_batch_norm)
     assert first.equal(second)
     assert not first.equal(torch.ones(12))
+    run_ranks(check_repeated_norms)
 
 
 def check_second_trainer(rank):
