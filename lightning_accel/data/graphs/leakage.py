@@ -122,7 +122,8 @@ def _doubts_of_features(splits: GraphSplits, names: Sequence[str] | None, path: 
     table = _columns(x[:most], names)
     table[_DIFFERENT] = different[:most]
     is_quantity = splits.kind == "regression"
-    yield from doubts_of_answers(table, y[:most].numpy(), path, is_quantity, "leave it out of the file")
+    remedy = "leave it out of the file"
+    yield from doubts_of_answers(table, y[:most].numpy(), path, is_quantity, remedy, missing_tells=False)
 
 
 def _of_edges(graph: Data) -> Tensor:

@@ -58,8 +58,8 @@ def doubts_of_sequences(
     shared = [_shared(read.steps[slice(*spans[row])].astype(np.float64)) for row in rows]
     table = pd.DataFrame(np.array(shared).reshape(len(rows), -1), columns=pd.Index(read.names))
     table[_DIFFERENT] = digests[rows]
-    is_quantity = target.dtype.kind == "f"
-    yield from doubts_of_answers(table, target[rows], path, is_quantity, "leave it out of the file")
+    is_quantity, remedy = target.dtype.kind == "f", "leave it out of the file"
+    yield from doubts_of_answers(table, target[rows], path, is_quantity, remedy, missing_tells=False)
 
 
 def _shared(steps: np.ndarray) -> np.ndarray:

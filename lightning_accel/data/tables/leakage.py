@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,7 +62,12 @@ def doubts_of_copies(
 
 
 def doubts_of_answers(
-    features: pd.DataFrame, target: np.ndarray, path: str | Path, is_quantity: bool, remedy: str = _EXCLUDE
+    features: pd.DataFrame,
+    target: np.ndarray,
+    path: str | Path,
+    is_quantity: bool,
+    remedy: str = _EXCLUDE,
+    missing_tells: bool = True,
 ) -> Iterator[str]:
     """Yield a warning of columns that tell the target of the training rows on their own.
 
@@ -77,12 +83,13 @@ def doubts_of_answers(
         path: the file, for messages.
         is_quantity: which of both.
         remedy: what to do if it does.
+        missing_tells: whether which values are missing may tell the class, as where they are written for one class.
     """
     known = np.flatnonzero(_different(features, target) & (is_quantity | (target != -100)))
     features, target = features.iloc[known], target[known]
     if len(target) <= _FEWEST_ROWS or len(features.columns) < 2:
         return
-    tells = _tells_quantity if is_quantity else _tells_class
+    tells = _tells_quantity if is_quantity else partial(_tells_class, missing_tells=missing_tells)
     if answers := [name for name in features if tells(features[name], target)]:
         of_quantity = "a correlation above 0.9999 with it, or of ranks"
         what = of_quantity if is_quantity else "each value in rows of one class alone"
@@ -104,7 +111,7 @@ def _tells_quantity(column: pd.Series, target: np.ndarray) -> bool:
     return any(abs(np.corrcoef(a, b)[0, 1]) > _LARGEST_CORRELATION for a, b in ((numbers, targets), ranks))
 
 
-def _tells_class(column: pd.Series, target: np.ndarray) -> bool:
+def _tells_class(column: pd.Series, target: np.ndarray, missing_tells: bool = False) -> bool:
     counts = np.unique(target, return_counts=True)[1]
     is_number = column.dtype == np.float64
     if is_number and not column.isna().any() and _are_apart(column.to_numpy(), target, counts):
@@ -115,7 +122,11 @@ def _tells_class(column: pd.Series, target: np.ndarray) -> bool:
     ):
         return True
     present = (column.notna() & (column != MISSING)).to_numpy()
-    if not present.all() and any(_are_of_one_class(target[mask], target) for mask in (present, ~present)):
+    if (
+        missing_tells
+        and not present.all()
+        and any(_are_of_one_class(target[mask], target) for mask in (present, ~present))
+    ):
         return True
     is_name = not is_number or bool((column[present] % 1 == 0).all())
     return is_name and _are_pure(column[present], target[present])

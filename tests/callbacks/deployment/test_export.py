@@ -546,6 +546,20 @@ def test_a_loader_without_a_batch_is_told_before_training(tmp_path):
         fit(Own(), [Export()], tmp_path, Rows(21, drop_last=True))
 
 
+class Doubles(L.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.zeros(8, 6).double(), torch.arange(8) % 3), 4)
+
+    val_dataloader = train_dataloader
+
+
+def test_doubles_of_a_run_in_float64_are_told_before_training(tmp_path):
+    with pytest.raises(
+        TypeError, match=r"cannot export: files and .* float32, and the loaders yield float64 .* Let them"
+    ):
+        fit(Own(), [Export()], tmp_path, Doubles(), precision="64-true")
+
+
 @pytest.mark.parametrize(
     ("names", "message"),
     [
