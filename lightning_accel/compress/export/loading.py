@@ -160,9 +160,8 @@ class Compressed:
                 for path, value in self.metadata["plain_inputs"].items()
                 if path.partition(".")[0] in missing
             }
-            if {path.partition(".")[0] for path in values} == {
-                *missing
-            }:  # else tensors are missing, which is told below
+            owners = {path.partition(".")[0] for path in values}
+            if owners == {*missing}:  # else tensors are missing, which is told below
                 known = ", ".join(f"{path}={value!r}" for path, value in values.items())
                 raise TypeError(
                     f"{self.path} was exported with {known}, which forward requires or has another default of; pass "
