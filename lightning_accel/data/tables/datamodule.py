@@ -281,7 +281,10 @@ class TabularDataModule(InMemoryDataModule):
         beside = table[[] if self._is_quantity or self.group else self.exclude]
         for doubt in self._doubts(features, labels, texts, train, held_out, beside) if is_doubted else ():
             rank_zero_warn(doubt)
-        self._warn_of_new_categories(features.iloc[held_out], self.path)
+        grouping = (
+            "" if self.group else ". If its values stand for persons or things of several rows each, name it as group"
+        )
+        self._warn_of_new_categories(features.iloc[held_out], self.path, grouping)
         self.predict_rows = BatchTensorDataset(self.test_rows.tensors[0])
         self._predict_columns = table.loc[test, kept].assign(file_row=test)[["file_row", *kept]]
         if self.predict_path is not None:
@@ -430,14 +433,14 @@ class TabularDataModule(InMemoryDataModule):
             + ("" if self.predict_path is None else f"; predict_path: {self.predict_path}")
         )
 
-    def _warn_of_new_categories(self, features: pd.DataFrame, path: Path) -> None:
+    def _warn_of_new_categories(self, features: pd.DataFrame, path: Path, advice: str = "") -> None:
         for column in RawColumns.of_encoder(self._encoder).columns:
             if column["categories"] is None:
                 continue
             values = features[column["name"]]
             new = values[~values.isin(column["categories"])]
             if len(new):
-                rank_zero_warn(new_category_message(column["name"], str(path), new.unique().tolist()))
+                rank_zero_warn(new_category_message(column["name"], str(path), new.unique().tolist()) + advice)
 
     def train_dataloader(self) -> DataLoader[Any]:
         return self._loader("train") if self.is_sharded else super().train_dataloader()

@@ -153,6 +153,14 @@ def test_numbers_as_categories_keep_their_names_beside_missing_values(make, tabl
     }
 
 
+def test_persons_that_no_training_row_has_are_told_to_be_grouped(make, table):
+    persons = table.assign(person=[f"P{row // 2}" for row in range(60)])
+    with pytest.warns(
+        UserWarning, match=r"'person' of .* which no training row has: .* things of several rows .* as group"
+    ):
+        make(persons)
+
+
 def test_rows_to_predict_need_no_target_and_may_hold_what_training_lacked(make, table, tmp_path):
     new = table.drop(columns=["kind", "key"]).head(3).assign(colour=["blue", "red", None], width=[1.0, np.nan, 3.0])
     new.to_csv(tmp_path / "new.csv", index=False)
