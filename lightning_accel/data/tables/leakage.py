@@ -114,7 +114,8 @@ def _tells_quantity(column: pd.Series, target: np.ndarray) -> bool:
 def _tells_class(column: pd.Series, target: np.ndarray, missing_tells: bool = False) -> bool:
     counts = np.unique(target, return_counts=True)[1]
     is_number = column.dtype == np.float64
-    if is_number and not column.isna().any() and _are_apart(column.to_numpy(), target, counts):
+    known = column.notna().to_numpy()
+    if is_number and _are_apart(column.to_numpy()[known], target[known]):
         return True
     groups = pd.Series(target).groupby(column.to_numpy(), dropna=False)
     if (groups.nunique() == 1).all() and column.nunique(dropna=False) <= max(
@@ -148,8 +149,9 @@ def _are_pure(names: pd.Series, target: np.ndarray) -> bool:
     return bool(by_chance < np.log(_LEAST_CHANCE))
 
 
-def _are_apart(numbers: np.ndarray, target: np.ndarray, counts: np.ndarray) -> bool:
+def _are_apart(numbers: np.ndarray, target: np.ndarray) -> bool:
     """Return whether thresholds on a number separate all classes, and numbers in any order hardly would."""
+    counts = np.unique(target, return_counts=True)[1]
     in_order = np.lexsort([target, numbers])
     ends = np.flatnonzero(np.diff(target[in_order]))
     if len(ends) != len(counts) - 1 or (numbers[in_order[ends]] == numbers[in_order[ends + 1]]).any():

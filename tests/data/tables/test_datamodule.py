@@ -370,6 +370,7 @@ def test_codes_of_many_rows_each_and_thresholds_tell_the_class(make, table):
     own = pd.DataFrame({"own": list(map(str, [*range(18), *"aabbcc"])), "x": 1.0})
     assert list(doubts_of_answers(own, np.arange(24) // 2 % 3, "own.csv", is_quantity=False)) == []
     measure = many["kind"].map({"oak": 9.0, "ash": 4, "elm": 1}) + np.arange(240) % 20 / 10
+    assert len(warnings_of_answers(make, many.assign(measure=measure.where(many.index != 7)))) == 1
     (answers,) = warnings_of_answers(make, many.assign(measure=measure))
     assert ": measure. If" in answers
     measure[many["kind"] == "elm"] = 5.0 + np.arange(48) % 20 / 10  # as some ashes
