@@ -301,7 +301,7 @@ def test_layers_built_in_setup_load_from_their_own_checkpoint(command):
 @pytest.mark.slow
 def test_other_rows_than_the_trained_ones_are_refused(command, run_folder):
     """Columns in another order would be read as each other."""
-    table = pd.DataFrame({"a": [3 * x for x in range(60)], "b": [x % 7 for x in range(60)], "y": ["u", "v"] * 30})
+    table = pd.DataFrame({"a": [x * x for x in range(60)], "b": [x % 7 for x in range(60)], "y": ["u", "v"] * 30})
     table.to_csv("t.csv", index=False)
     data = ["--data=TabularDataModule", "--data.path=t.csv", "--data.target=y"]
     assert command("fit", *QUIET, *SMALL, *data, "--trainer.max_epochs=1").status == 0
