@@ -16,11 +16,13 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torch_geometric.data import Data
+from torch_geometric.loader import DataLoader as GraphLoader
 
-from lightning_accel import Classifier, DigitsDataModule, MoEClassifier, TabularDataModule
+from lightning_accel import Classifier, DigitsDataModule, MoEClassifier, RelationalGNN, TabularDataModule
 from lightning_accel.callbacks import Export, Pruning, Quantization
 from lightning_accel.compress import ExportError, load_compressed
-from lightning_accel.models import Experts
+from lightning_accel.models import ConvolutionLayers, Experts
 from tests.ranks import run_ranks
 
 ROWS = TensorDataset(torch.randn(20, 6), torch.arange(20) % 3)
@@ -631,3 +633,25 @@ def test_compiled_and_bfloat16_stand_beside(tmp_path):
     names = [row.name for row in callback.report.rows]
     assert names == ["fp32 eager", "bf16 eager", "fp32 compiled", "bf16 compiled", "pt2 file", "pt2 file, compiled"]
     assert all(row.metrics and row.latencies and not row.note for row in callback.report.rows)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch, where it traces bytecode
+def test_a_graph_network_of_ours_takes_any_number_of_graphs(tmp_path):
+    torch.manual_seed(0)
+    graphs = [
+        Data(torch.rand(3 + i % 4, 2), torch.tensor([[0, 1, 2], [1, 2, 0]]), y=torch.tensor([i % 2])) for i in range(12)
+    ]
+    module = RelationalGNN(
+        2, 2, level="graph", target_kind="classification", layers=ConvolutionLayers(conv="GINConv", dim=4, num_layers=2)
+    )
+    trainer, callback = L.Trainer(max_steps=1, default_root_dir=tmp_path, logger=False), Export("onnx", compare=False)
+    trainer.callbacks += [callback]
+    trainer.fit(module, GraphLoader(graphs, 4), GraphLoader(graphs, 5))
+    file = load_compressed(callback.exported.path)
+    for size in (1, 5, 12):
+        batch = next(iter(GraphLoader(graphs, size)))
+        with torch.no_grad():
+            expected = module.eval()(batch.x, batch.edge_index, batch=batch.batch)
+        assert len(expected) == size
+        torch.testing.assert_close(file(batch.x, batch.edge_index, batch=batch.batch), expected, rtol=1e-4, atol=1e-4)
