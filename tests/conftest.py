@@ -83,9 +83,7 @@ def _mark_sampled(items: list[pytest.Item]) -> None:
     for (_, name), found in cases.items():
         counts = found[0].get_closest_marker("sampled").kwargs
         random.Random(name.rpartition("::")[2]).shuffle(found)
-        found.sort(
-            key=lambda item: item.get_closest_marker("slow") is not None
-        )  # those that are slow anyway at the end
+        found.sort(key=lambda item: item.get_closest_marker("slow") is not None)  # slow ones to the end
         default = counts.get("default", sum(not item.get_closest_marker("slow") for item in found))
         for place, item in enumerate(found):
             if place >= default:

@@ -117,9 +117,9 @@ def test_a_value_out_of_range_or_of_another_kind_is_refused_at_once_by_name():
             kinds = parts(hints[name])
             numbers = {int, float} & kinds
             wrong = [-1] * (int in kinds) + [math.nan] * (float in kinds) + ["two"] * bool(numbers)
-            wrong += (
-                [2.5] * (numbers == {int}) + ["no"] * (bool in kinds) + [True] * bool(numbers and bool not in kinds)
-            )
+            wrong += [2.5] * (numbers == {int}) + ["no"] * (bool in kinds)
+            wrong += [True] * bool(numbers and bool not in kinds)
+            wrong += [None] * bool((numbers or bool in kinds) and type(None) not in kinds)
             for value in wrong if name != "in_channels" and str not in kinds else ():
                 tried.add((path, name))
                 try:

@@ -55,9 +55,12 @@ def blocks_of(path: Path) -> list[Block]:
 
 # whose commands start processes, or train each config, as tests of those do
 LONG_PAGES = {
-    *("docs/configs.md", "docs/guides/devices.md", "docs/guides/faster.md", "docs/guides/plan.md"),
-    *("docs/systems/belief_networks.md", "docs/systems/mixture_of_experts.md"),
-}
+    f"docs/{name}.md"
+    for name in (
+        "configs", "guides/devices", "guides/faster", "guides/plan", "systems/belief_networks",
+        "systems/mixture_of_experts",
+    )
+}  # fmt: skip
 BLOCKS = {str(path.relative_to(ROOT)): blocks_of(path) for path in PAGES}
 ALL = [block for blocks in BLOCKS.values() for block in blocks]
 

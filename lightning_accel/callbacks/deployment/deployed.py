@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import lightning as L
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from lightning_accel._private.lightning import data_source_of
 from lightning_accel._private.torch import tree_leaves, tree_map_only
@@ -113,7 +112,7 @@ def _first_batches(trainer: L.Trainer, of_training: bool) -> Any:
             f"the loader of {'training' if of_training else 'validation'} gives no batch: it has {sizes}"
             f"{' and drop_last=True' if leaves[0].drop_last else ''}. Lower its batch_size, or give it more samples"
         )
-    return tree_map_only(DataLoader, first_batches_of, loaders)
+    return first_batches_of(loaders)
 
 
 def reasons_left_out(trainer: L.Trainer, deployed: str) -> dict[str, str]:

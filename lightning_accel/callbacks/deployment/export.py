@@ -24,7 +24,7 @@ from lightning_accel.callbacks.deployment.deployed import (
     require_deployable,
     require_validation,
 )
-from lightning_accel.callbacks.deployment.loaders import undistributed
+from lightning_accel.callbacks.deployment.loaders import first_batches_of, undistributed
 from lightning_accel.callbacks.deployment.report import AT_FIRST, VALIDATED, complete_row, shrunk_from, validated
 from lightning_accel.callbacks.fit_end import failures_as_warnings
 from lightning_accel.callbacks.trainer_callbacks import callbacks_of, move_last
@@ -232,7 +232,7 @@ class Export(L.Callback):
         if result is not None:
             copied = copied.to(result.device)
         name = self.module if self.module is not None or result is None else result.deployed
-        deployed = self._with_cache(find_deployed(copied, loader, name, _NUM_BATCHES, datamodule))
+        deployed = self._with_cache(find_deployed(copied, first_batches_of(loader), name, _NUM_BATCHES, datamodule))
         result = result if result is not None and result.deployed == deployed.name else None
         format = self._format(result)
         preprocess = self._preprocess(datamodule)

@@ -61,8 +61,14 @@ def with_order(loader: DataLoader[Any], order: Sequence[int]) -> DataLoader[Any]
     )
 
 
-def first_batches_of(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a loader of the first batch and of one as small as the last of ``loader``, or of two equal ones."""
+def first_batches_of(loader: Any) -> Any:
+    """Return loaders of the first batch and of one as small as the last, or of two equal ones; others stay."""
+    return tree_map_only(DataLoader, _first_batches, loader)
+
+
+def _first_batches(loader: DataLoader[Any]) -> DataLoader[Any]:
+    if not has_plain_order(loader):
+        return loader
     size, length = cast(int, loader.batch_size), len(cast(Sized, loader.dataset))
     rest = 0 if loader.drop_last and length >= size else length % size
     return with_order(loader, range(min(size + (rest or size), length)))

@@ -31,6 +31,8 @@ class ExportError(RuntimeError):
 
 
 class Traced(NamedTuple):
+    """Hold a module as a function of tensors, its trace, and the calls that the file is compared on."""
+
     flat: FromTensors
     plain: Run
     live: Run  # what the file is compared with, a quantized form if there is one
@@ -203,6 +205,7 @@ def _explain(error: Exception) -> str:
 
 
 def innermost(error: BaseException) -> BaseException:
+    """Return the error that the others were raised from."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
