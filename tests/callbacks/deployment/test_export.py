@@ -243,6 +243,8 @@ def test_what_cannot_work_is_refused_before_training(tmp_path):
 
     with pytest.raises(TypeError, match=r"Export needs a validation_step of Blind"):
         fit(Blind(), [Export()], tmp_path, DataLoader(ROWS, 5))
+    with pytest.raises(TypeError, match=r"module must be the name of a submodule; got \['net'\]"):
+        fit(Own(), [Export(module=["net"])], tmp_path)
     with pytest.raises(ValueError, match=r"Own has no submodule 'nett'; it has: net"):
         fit(Own(), [Export(module="nett")], tmp_path)
     with pytest.raises(ValueError, match=r"'onnx' must end in \.onnx; got .*model\.pt2"):

@@ -304,3 +304,19 @@ def test_a_part_elsewhere_on_the_disk_is_no_part_of_a_folder(tmp_path, layer):
     pickle.dump(table, buffer)
     (folder / ".metadata").write_bytes(buffer.getvalue())
     assert "its part ../elsewhere is not there" in find_damage(folder)
+
+
+def test_places_that_cannot_hold_checkpoints_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "notes.txt").write_text("step 3")
+    for place, error, message in [
+        ("\0", ValueError, "needs a folder, such as 'runs/digits'; got"),
+        (tmp_path / "notes.txt", ValueError, r"needs a folder, or a \.ckpt file; .*notes\.txt is another file"),
+        (None, TypeError, "places must be a name, or a list of names; got None"),
+        ([3], ValueError, "needs a folder, such as 'runs/digits'; got 3"),
+    ]:
+        with pytest.raises(error, match=message):
+            newest_checkpoint(place)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "runs").mkdir()
+    torch.save({"state_dict": {}}, tmp_path / "runs/last.ckpt")
+    assert newest_checkpoint("~/runs") == tmp_path / "runs/last.ckpt"
