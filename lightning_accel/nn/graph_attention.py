@@ -92,7 +92,10 @@ def _is_plain(attention: nn.Module) -> bool:
         and attention.in_proj_weight is not None
         and attention.bias_k is None
         and not attention.add_zero_attn
-        and {type(attention.in_proj_weight), type(attention.out_proj.weight)} <= {Tensor, nn.Parameter}
+        and (
+            torch.compiler.is_exporting()  # a trace has tensors of its own kind in the place of weights
+            or {type(attention.in_proj_weight), type(attention.out_proj.weight)} <= {Tensor, nn.Parameter}
+        )
     )
 
 
@@ -105,26 +108,35 @@ def _attend(attention: nn.MultiheadAttention, x: Tensor, batch: Tensor | None) -
 
 
 def _attend_padded(attention: nn.MultiheadAttention, x: Tensor, batch: Tensor | None) -> Tensor:
-    """Attend within graphs padded to L + 1 nodes; B and L are sizes that a trace leaves unknown.
+    """Attend within graphs padded to L nodes; B and L are sizes that a trace leaves unknown."""
+    joined = F.linear(x, attention.in_proj_weight, attention.in_proj_bias)
+    if batch is None:
+        out = _attend_in_rows(attention, joined[None])[0]
+    else:
+        # int() and len() would be constants of a trace
+        graphs: int = batch.max().item() + 1  # type: ignore[assignment]
+        counts = batch.new_zeros(graphs).index_add(0, batch, torch.ones_like(batch))  # (B,)
+        longest: int = counts.max().item()  # type: ignore[assignment]
+        begins = counts.cumsum(0) - counts
+        places = batch * longest + torch.arange(x.shape[0], device=x.device) - begins[batch]  # (N,) of B * L
+        padded = joined.new_zeros(graphs * longest, joined.shape[1]).index_copy(0, places, joined)
+        is_padding = torch.arange(longest, device=x.device) >= counts[:, None]  # (B, L)
+        rows = _attend_in_rows(attention, padded.view(graphs, longest, joined.shape[1]), is_padding)
+        out = rows.reshape(graphs * longest, attention.embed_dim)[places]
+    return F.linear(out, attention.out_proj.weight, attention.out_proj.bias)
+
+
+def _attend_in_rows(attention: nn.MultiheadAttention, joined: Tensor, is_padding: Tensor | None = None) -> Tensor:
+    """Attend within each row of queries, keys and values (B, L, 3 D), but not to padding (B, L); return (B, L, D).
 
     Products and a softmax stand in for ``scaled_dot_product_attention``, whose trace has a branch on L.
     """
-    batch = torch.zeros_like(x[:, 0], dtype=torch.int64) if batch is None else batch
-    # int() and len() would be constants of a trace
-    graphs: int = batch.max().item() + 1  # type: ignore[assignment]
-    counts = batch.new_zeros(graphs).index_add(0, batch, torch.ones_like(batch))  # (B,)
-    longest: int = counts.max().item() + 1  # type: ignore[assignment]  # a trace would assume that sizes are not 1
-    begins = counts.cumsum(0) - counts
-    places = batch * longest + torch.arange(x.shape[0], device=x.device) - begins[batch]  # (N,) of B * L
-    joined = F.linear(x, attention.in_proj_weight, attention.in_proj_bias)
-    padded = joined.new_zeros(graphs * longest, joined.shape[1]).index_copy(0, places, joined)
-    heads = padded.view(graphs, longest, 3, attention.num_heads, attention.head_dim)
+    heads = joined.unflatten(2, (3, attention.num_heads, attention.head_dim))
     query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)  # (B, H, L, D / H)
     scores = query * attention.head_dim**-0.5 @ key.transpose(2, 3)
-    is_padding = torch.arange(longest, device=x.device) >= counts[:, None]  # (B, L)
-    shares = scores.masked_fill(is_padding[:, None, None], -torch.inf).softmax(3)
-    out = (shares @ value).transpose(1, 2).reshape(graphs * longest, attention.embed_dim)[places]
-    return F.linear(out, attention.out_proj.weight, attention.out_proj.bias)
+    if is_padding is not None:
+        scores = scores.masked_fill(is_padding[:, None, None], -torch.inf)
+    return (scores.softmax(3) @ value).transpose(1, 2).flatten(2)
 
 
 def _branch(layer: GPSConv, norm: nn.Module | None, change: Tensor, x: Tensor, batch: Tensor | None) -> Tensor:

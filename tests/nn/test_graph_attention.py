@@ -132,33 +132,31 @@ def test_nodes_that_are_not_sorted_by_graph_are_refused(segments):
 
 
 class Whole(nn.Module):
-    """Take a fifth tensor in place of a keyword."""
+    """Take tensors in the place of keywords."""
 
     def __init__(self, layer):
         super().__init__()
         self.layer = layer
 
-    def forward(self, x, edge_index, batch, edge_attr):
+    def forward(self, x, edge_index, edge_attr, batch=None):
         return self.layer(x, edge_index, batch, edge_attr=edge_attr).relu()
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch, where it traces bytecode
+@pytest.mark.parametrize("with_batch", [True, False])
 @pytest.mark.parametrize("norm", ["batch_norm", "graph_norm"])
-def test_a_trace_takes_any_number_of_graphs_and_nodes(norm):
+def test_a_trace_takes_any_number_of_graphs_and_nodes(norm, with_batch):
+    """In bytecode alone where GraphNorm takes the number of graphs from their indices."""
     layer, given = block(norm=norm, dropout=0.0).eval(), graphs()
-    sizes = torch.export.Dim.DYNAMIC
-    traced = trace(Whole(layer), list(given.values()), ({0: sizes}, {1: sizes}, {0: sizes}, {0: sizes})).module()
+    names = ["x", "edge_index", "edge_attr", *["batch"] * with_batch]
+    shapes = tuple({1 if name == "edge_index" else 0: torch.export.Dim.DYNAMIC} for name in names)
+    strict = norm == "graph_norm" and with_batch
+    traced = trace(Whole(layer), [given[name] for name in names], shapes, [strict]).module()
     assert "forward" not in vars(layer)
-    some = {"x": given["x"][:9], "edge_index": given["edge_index"][:, :0], "edge_attr": given["edge_attr"][:0]}
-    for one in (
-        given,
-        some | {"batch": torch.tensor([0, 0, 1, 1, 1, 1, 2, 3, 3])},
-        some | {"batch": torch.zeros(9, dtype=torch.int64)},
-        some | {"batch": torch.arange(9)},
-        some | {"x": given["x"][:1], "batch": torch.zeros(1, dtype=torch.int64)},
-    ):
-        expected = layer(one["x"], one["edge_index"], one["batch"], edge_attr=one["edge_attr"]).relu()
-        torch.testing.assert_close(
-            traced(*(one[key] for key in ("x", "edge_index", "batch", "edge_attr"))), expected, rtol=1e-4, atol=1e-4
-        )
+    no_edges = {"edge_index": given["edge_index"][:, :0], "edge_attr": given["edge_attr"][:0]}
+    for sizes in (SIZES, (2, 4, 1, 2), (9,), 9 * (1,), (1,)):
+        one = given if sizes is SIZES else {"x": given["x"][: sum(sizes)], **no_edges}
+        one = one | {"batch": torch.repeat_interleave(torch.tensor(sizes))}
+        expected = Whole(layer)(*(one[name] for name in names))
+        torch.testing.assert_close(traced(*(one[name] for name in names)), expected, rtol=1e-4, atol=1e-4)

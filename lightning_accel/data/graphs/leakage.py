@@ -83,11 +83,10 @@ def _doubt_of_copies(splits: GraphSplits, path: str | Path) -> Iterator[str]:
 
 
 def _digest(graph: Data) -> str:
-    """Return a digest of what a graph holds, whichever direction its edges are written in, and in which order."""
+    """Return a digest of what a graph holds, in whatever order its edges are, which are there in both directions."""
     tensors = [graph[name] for name in ("x", "y") if graph.get(name) is not None]
-    edges = graph.edge_index.sort(dim=0).values
     attributes = [] if graph.get("edge_attr") is None else [_rows(graph.edge_attr).double().T]
-    edges = torch.cat([edges.double(), *attributes])
+    edges = torch.cat([graph.edge_index.double(), *attributes])
     edges = edges[:, np.lexsort(edges.numpy()[::-1])]
     return digest_of(np.array(graph.num_nodes), edges.numpy(), *(tensor.numpy() for tensor in tensors))
 
