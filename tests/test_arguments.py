@@ -14,6 +14,15 @@ import torch
 
 import lightning_accel
 from lightning_accel import callbacks
+from lightning_accel.compress import load_compressed
+from lightning_accel.data import (
+    GraphDataModule,
+    IdxDataModule,
+    SequenceDataModule,
+    ShardOptions,
+    TabularDataModule,
+    TextDataModule,
+)
 from lightning_accel.nn import TopKGate
 from lightning_accel.strategies import BackgroundCheckpointIO
 
@@ -143,6 +152,18 @@ def test_what_is_no_name_no_folder_and_no_module_is_refused_at_once_by_name():
         (callbacks.SaveOnSignal, {"stop_signals": None}),
         (callbacks.Quantization, {"exclude": 3}),
         (BackgroundCheckpointIO, {"local_folder": 3}),
+        (callbacks.Distillation, {"teacher": True}),
+        (callbacks.Distillation, {"teacher": "initial", "cache": ""}),
+        (callbacks.Distillation, {"teacher": torch.nn.Linear(1, 1), "checkpoint": 3}),
+        (callbacks.LowRankAdapters, {"checkpoint": True}),
+        (ShardOptions, {"shuffle_bytes": 0}),
+        (ShardOptions, {"cache_dir": ""}),
+        (TabularDataModule, {"target": "y", "path": 3}),
+        (SequenceDataModule, {"path": "x" * 300}),
+        (GraphDataModule, {"path": ""}),
+        (TextDataModule, {"path": True}),
+        (IdxDataModule, {"path": 1}),
+        (load_compressed, {"path": True}),
         (TopKGate, {"dim": 4, "num_experts": 3, "k": 1.5}),
     ]:
         with pytest.raises((TypeError, ValueError), match=[*options][-1]):

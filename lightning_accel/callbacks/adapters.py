@@ -34,6 +34,7 @@ from lightning_accel.compress.adapters import (
     require_same_base,
 )
 from lightning_accel.compress.channels.plan import load_pruned
+from lightning_accel.ops.bounds import local_path
 from lightning_accel.ops.extras import require_module
 from lightning_accel.ops.names import Exclusion, list_of_names
 from lightning_accel.strategies import DataParallelStrategy, FullyShardedStrategy, PipelineStrategy
@@ -114,7 +115,7 @@ class LowRankAdapters(L.Callback):
         options: dict[str, Any] | None = None,
     ) -> None:
         require_rank(rank, alpha, dropout, base)
-        self.checkpoint = checkpoint
+        self.checkpoint = None if checkpoint is None else local_path(checkpoint, "checkpoint")
         self.options: dict[str, Any] = {
             "rank": rank,
             "alpha": alpha,

@@ -1,11 +1,12 @@
-"""Kinds and bounds of options that are numbers, truth values or names of files."""
+"""Kinds and bounds of options that are numbers, truth values or paths."""
 
 import os
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-_LONGEST_NAME = 240  # bytes; file systems allow 255, of which suffixes and temporary names take some
+_LONGEST_PART = 255  # bytes that file systems allow for a name
+_LONGEST_NAME = 240  # of a file to write; suffixes and temporary names take some
 
 
 def if_set(**options: Any) -> dict[str, Any]:
@@ -86,6 +87,27 @@ def require_filename(name: str, value: str | os.PathLike[str], example: str) -> 
     last = Path(value).name
     if not last.strip() or "\0" in last or last == ".." or len(os.fsencode(last)) > _LONGEST_NAME:
         raise ValueError(f"{name} must be the path of a file, such as {example!r}; got {str(value)!r}")
+
+
+def local_path(value: str | os.PathLike[str], option: str = "path") -> Path:
+    """Return the path of a file or folder, with the home folder in the place of ``~``.
+
+    Raises:
+        TypeError: if ``option``, as the message calls it, is no path.
+        ValueError: if it is empty, no name that file systems take, or in the home of a user whom there is not.
+    """
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(f"{option} must be the path of a file or folder; got {value!r}")
+    text = os.fspath(value)
+    if not text.strip() or "\0" in text or any(len(os.fsencode(part)) > _LONGEST_PART for part in Path(text).parts):
+        raise ValueError(
+            f"{option} must be the path of a file or folder, with names of 1 to {_LONGEST_PART} bytes; "
+            f"got {text[:80]!r}"
+        )
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{option} {text} is in the home folder of a user whom this machine does not know") from error
 
 
 def _number(name: str, value: float) -> float:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Mapping
 from functools import wraps
 from os import PathLike
-from pathlib import Path
 from types import MethodType
 from typing import Any, Literal, cast
 
@@ -32,7 +31,7 @@ from lightning_accel.callbacks.distillation.loss import (
 from lightning_accel.callbacks.distillation.teacher import Teacher, load_teacher, load_weights
 from lightning_accel.callbacks.recorded_calls import Call, CallRecorder, Calls, callable_parts, outermost
 from lightning_accel.callbacks.trainer_callbacks import require_own_steps
-from lightning_accel.ops.bounds import require_above, require_at_least, require_integers
+from lightning_accel.ops.bounds import local_path, require_above, require_at_least, require_integers
 
 _COPIES_OF_STUDENT = "initial", "dense"  # teachers that are copies of the student
 _DIVERGENCES = "kl", "reverse_kl"
@@ -117,8 +116,6 @@ class Distillation(L.Callback):
         require_above(0, temperature=temperature)
         if not all(map(math.isfinite, (weight, temperature))):
             raise ValueError(f"weight and temperature must be finite; got weight={weight}, temperature={temperature}")
-        if cache == "":
-            raise ValueError("cache must be the path of a folder; got ''")
         if loss not in _NAMED_LOSSES and not callable(loss):
             raise ValueError(f"loss must be 'kl', 'reverse_kl', 'mse' or a function; got {loss!r}")
         if cache is not None and (loss not in _DIVERGENCES or class_dim != -1):
@@ -130,11 +127,13 @@ class Distillation(L.Callback):
         require_integers(-(1 << 62), class_dim=class_dim, ignore_index=ignore_index)
         if checkpoint is not None and not isinstance(teacher, nn.Module):
             raise ValueError(f"checkpoint holds weights for a module, but teacher is {teacher!r}; give the module")
-        self.teacher, self.checkpoint = teacher, checkpoint
+        is_named = not isinstance(teacher, nn.Module) and teacher not in _COPIES_OF_STUDENT
+        self.teacher = local_path(teacher, "a teacher that is no module") if is_named else teacher
+        self.checkpoint = None if checkpoint is None else local_path(checkpoint, "checkpoint")
         self.weight, self.temperature, self.loss = weight, temperature, loss
         self.module = module
         self.class_dim, self.ignore_index = class_dim, ignore_index
-        self.cache, self.top_k = cache, top_k
+        self.cache, self.top_k = None if cache is None else local_path(cache, "cache"), top_k
         self._answers: AnswerCache | None = None
         self._copy: WholeCopy | None = None
         self._teacher: Teacher | None = None
@@ -225,7 +224,7 @@ class Distillation(L.Callback):
         self._teacher.place(trainer.strategy.root_device, _common_dtype(pl_module))
         if self.cache is not None:
             self._close_cache()
-            self._answers = AnswerCache(Path(self.cache), self.top_k, self.temperature, self._teacher.module)
+            self._answers = AnswerCache(self.cache, self.top_k, self.temperature, self._teacher.module)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._answers is not None:

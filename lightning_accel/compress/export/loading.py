@@ -19,6 +19,7 @@ from lightning_accel.compress.export.structure import named_tensors, plain_value
 from lightning_accel.compress.quantization.form import Compiled
 from lightning_accel.compress.quiet import suppress_output
 from lightning_accel.compress.tracing import to_float32
+from lightning_accel.ops.bounds import local_path
 from lightning_accel.ops.extras import require_module
 from lightning_accel.ops.token_sampling import draw_tokens
 
@@ -201,7 +202,7 @@ def load_compressed(path: str | os.PathLike[str], *, compiled: bool = False) -> 
             :func:`lightning_accel.compress.export` does not write, such as machine code.
         ModuleNotFoundError: if the package to run it is missing.
     """
-    path = Path(path)
+    path = local_path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
     if not zipfile.is_zipfile(path):

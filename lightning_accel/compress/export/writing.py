@@ -34,6 +34,7 @@ from lightning_accel.compress.export.structure import (
 from lightning_accel.compress.export.traced import ExportError, Format, Traced, onnx_content, trace_call
 from lightning_accel.compress.export.verification import failures_explained, verify
 from lightning_accel.compress.quantization.form import Form
+from lightning_accel.ops.bounds import local_path
 from lightning_accel.ops.extras import require_module
 from lightning_accel.ops.names import list_of_names, require_one_of
 from lightning_accel.strategies.checkpoints.atomic import replace_atomically
@@ -120,7 +121,7 @@ def export(
         ModuleNotFoundError: if a package is missing.
         ExportError: if the module cannot be traced, or outputs of the file differ.
     """
-    path = Path(path)
+    path = local_path(path)
     require_exportable(format, path)
     _require_calls(inputs)
     if quantized is not None and quantized.program is None and format != "onnx":

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
+from numbers import Real
 from typing import Literal, TypeAlias, get_args
 
 import torch
@@ -133,7 +134,7 @@ def require_sparsity(sparsity: float | None, pattern: tuple[int, int] | None) ->
             )
         return share
     sparsity = 0.9 if sparsity is None else sparsity
-    if not isinstance(sparsity, int | float) or not 0 <= sparsity < 1:
+    if not isinstance(sparsity, Real) or not 0 <= sparsity < 1:
         raise ValueError(f"sparsity must be a share in [0, 1): 0.9 prunes nine of ten weights; got {sparsity!r}")
     return sparsity
 

@@ -20,7 +20,7 @@ from lightning_accel.data.in_memory import InMemoryDataModule
 from lightning_accel.data.quoting import shown
 from lightning_accel.data.splits import split_rows
 from lightning_accel.data.tables.files import existing_file, regular_file
-from lightning_accel.ops.bounds import require_integers
+from lightning_accel.ops.bounds import local_path, require_integers
 from lightning_accel.ops.renames import renamed_arguments
 
 IdxPart: TypeAlias = Literal["train-images", "train-labels", "test-images", "test-labels"]
@@ -177,9 +177,9 @@ class IdxDataModule(InMemoryDataModule):
         require_integers(0, seed=seed, num_workers=num_workers)
         if not 0 < val_share < 1:
             raise ValueError(f"val_share must lie between 0 and 1; got {val_share}")
-        if not Path(path).is_dir():
+        self.path = local_path(path)
+        if not self.path.is_dir():
             raise FileNotFoundError(f"no folder {path}; path is the folder of the IDX files")
-        self.path = Path(path)
         self.predict_path = None if predict_path is None else existing_file(predict_path)
         self.labelled = labelled
         self.binarize = binarize

@@ -10,6 +10,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning_accel.data.quoting import cut, listed
+from lightning_accel.ops.bounds import local_path
 
 SUFFIXES = (".parquet", ".arrow", ".feather", ".jsonl", ".ndjson")
 _PACKED = (".gz", ".zst", ".bz2", ".xz")
@@ -89,7 +90,7 @@ class ShardFiles:
 
 def is_sharded(path: str | Path) -> bool:
     """Return whether ``path`` is a folder, a URL or a pattern, rather than a single local file."""
-    local = Path(path).expanduser()
+    local = local_path(path)
     return local.is_dir() or (not local.exists() and ("://" in str(path) or bool(_PATTERN.search(str(path)))))
 
 

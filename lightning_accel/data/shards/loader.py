@@ -21,7 +21,7 @@ from lightning_accel.data.shards.reader import ReadOptions, ShardBatches
 from lightning_accel.data.shards.sampler import ShardSampler
 from lightning_accel.data.shards.splits import Split
 from lightning_accel.data.shards.streams import choose_streams
-from lightning_accel.ops.bounds import require_integers
+from lightning_accel.ops.bounds import local_path, require_integers
 from lightning_accel.ops.names import list_of_names
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def shard_loader(
     """
     require_integers(1, batch_size=batch_size, shuffle_bytes=shuffle_bytes)
     require_integers(0, seed=seed, num_workers=num_workers)
-    blocks = find_blocks(location, Path(cache_dir))
+    blocks = find_blocks(location, local_path(cache_dir, "cache_dir"))
     names = blocks.schema.names if columns is None else list_of_names(columns)
     blocks.require_columns(names)
     options = ReadOptions(names, collate_fn)

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from lightning_accel.data.shards.blocks import find_blocks
 from lightning_accel.data.shards.options import CACHE
+from lightning_accel.ops.bounds import local_path
 from lightning_accel.ops.extras import import_on_use
 from lightning_accel.ops.names import list_of_names
 
@@ -55,7 +56,7 @@ class ShardDataset(Dataset[dict[str, Any]]):
     def __init__(
         self, location: str | Path, columns: Sequence[str] | None = None, *, cache_dir: str | Path = CACHE
     ) -> None:
-        self.blocks = find_blocks(location, Path(cache_dir))
+        self.blocks = find_blocks(location, local_path(cache_dir, "cache_dir"))
         self.columns = self.blocks.schema.names if columns is None else list_of_names(columns)
         self.blocks.require_columns(self.columns)
         self._ends = self.blocks.rows.cumsum()

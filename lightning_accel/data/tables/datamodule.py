@@ -187,7 +187,7 @@ class TabularDataModule(InMemoryDataModule):
     ) -> None:
         super().__init__()
         self.shards = read_options(ShardOptions, shards)
-        require_integers(1, batch_size=batch_size, shuffle_bytes=self.shards.shuffle_bytes)
+        require_integers(1, batch_size=batch_size)
         require_integers(0, seed=seed, num_workers=num_workers)
         require_shares(val_share, test_share)
         self.is_sharded = is_sharded(path)

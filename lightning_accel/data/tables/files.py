@@ -19,6 +19,7 @@ from lightning_accel.data.tables.column_checks import (
     warn_of_thousands,
     warn_of_versions,
 )
+from lightning_accel.ops.bounds import local_path
 from lightning_accel.ops.extras import import_on_use
 
 if TYPE_CHECKING:
@@ -165,9 +166,10 @@ def regular_file(path: str | Path) -> Path:
     """Return ``path``, which may not exist but may be nothing but a file; opening a pipe would block forever.
 
     Raises:
+        TypeError: if it is no path.
         ValueError: if it is a folder, a pipe or a device.
     """
-    path = Path(path)
+    path = local_path(path)
     if path.exists() and not path.is_file():
         kind = "a folder" if path.is_dir() else "a pipe" if path.is_fifo() else "a device or socket"
         raise ValueError(f"{path} is {kind}; the path of a file was needed")

@@ -31,7 +31,7 @@ from lightning_accel.data.text.tokens import (
     map_file,
     vocabulary_size,
 )
-from lightning_accel.ops.bounds import require_integers
+from lightning_accel.ops.bounds import local_path, require_integers
 from lightning_accel.ops.names import list_of_names
 
 _WINDOWS_PER_GROUP = 16  # adjacent windows in one split, so that few windows border on another split
@@ -112,7 +112,7 @@ class TextDataModule(L.LightningDataModule):
         if path is None:
             self.paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))  # empty if they are in an archive
         elif self.rows_of is None:
-            self.paths = _find_texts(Path(path), list_of_names(suffixes))
+            self.paths = _find_texts(local_path(path), list_of_names(suffixes))
         self.context_length = context_length
         self.batch_size = batch_size
         if not isinstance(tokenizer, Tokenizer | None):
@@ -122,7 +122,7 @@ class TextDataModule(L.LightningDataModule):
         self.test_share = test_share
         self.seed = seed
         self.prompts = list_of_names(prompts, "prompts")
-        self.cache_dir = Path(cache_dir).expanduser()
+        self.cache_dir = local_path(cache_dir, "cache_dir")
         self.num_workers = num_workers
         self.vocab_size = vocabulary_size(self.tokenizer) + 1
 
@@ -227,7 +227,7 @@ def _holds_rows(path: str | Path, suffixes: Sequence[str]) -> bool:
     Raises:
         ValueError: if a folder has both; a README or a license beside rows is no text.
     """
-    folder = Path(path).expanduser()
+    folder = local_path(path)
     if not folder.is_dir():
         return is_sharded(path) or (str(path).lower().endswith(SUFFIXES) and folder.is_file())
     rows = _texts_in(folder, SUFFIXES)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_accel._private.lightning import saves_sharded, timeout_of
-from lightning_accel.ops.bounds import require_integers
+from lightning_accel.ops.bounds import local_path, require_integers
 from lightning_accel.ops.names import list_of_names
 from lightning_accel.strategies.batch_samplers import distribute_sampler
 from lightning_accel.strategies.checkpoints.agreement import Agreement
@@ -306,7 +306,7 @@ def newest_checkpoint(
             was cut off are taken into account.
 
     Raises:
-        TypeError: if ``places`` is no path, and no list.
+        TypeError: if ``places`` is no path, and no list of them.
         ValueError: if a folder has no name, as an empty variable gives, or is a file that is no checkpoint.
 
     Example:
@@ -318,17 +318,15 @@ def newest_checkpoint(
         True
     """
     found: list[tuple[float, str | Path]] = []
-    for place in list_of_names([places] if isinstance(places, str | PathLike) else places, "places"):
-        if not isinstance(place, str | PathLike) or not str(place).strip() or "\0" in str(place):
-            raise ValueError(f"newest_checkpoint needs a folder, such as 'runs/digits'; got {place!r}")
+    for place in list_of_names([places] if isinstance(places, str | bytes | PathLike) else places, "places"):
+        folder = local_path(place, "each of places")
         if is_remote(place):
             found += complete_checkpoints(str(place))
             local = [] if copies is None else [*copies.not_uploaded(str(place))]
         else:
-            place = Path(place).expanduser()
-            if place.is_file() and place.suffix != ".ckpt":
-                raise ValueError(f"newest_checkpoint needs a folder, or a .ckpt file; {place} is another file")
-            local = [path for path in _candidates(place) if path.exists()]
+            if folder.is_file() and folder.suffix != ".ckpt":
+                raise ValueError(f"newest_checkpoint needs a folder, or a .ckpt file; {folder} is another file")
+            local = [path for path in _candidates(folder) if path.exists()]
         found += [(path.stat().st_mtime_ns / 1e9, path) for path in local]
     for _, path in sorted(found, key=_moment, reverse=True):
         damage = "" if isinstance(path, str) else find_damage(path)

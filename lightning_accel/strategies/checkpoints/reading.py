@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from lightning_accel.ops.bounds import local_path
 from lightning_accel.strategies.sharding.metadata import (
     METADATA,
     REST,
@@ -100,6 +101,7 @@ def read_checkpoint(path: str | os.PathLike[str], weights_only: bool | None = Tr
         weights_only: False lets the file run code.
         mmap: leave tensors on the disk until they are used.
     """
+    path = local_path(path, "checkpoint")
     with verified_file(path):
         mmap = mmap and is_archive(path)
         return torch.load(path, map_location="cpu", weights_only=weights_only is not False, mmap=mmap)

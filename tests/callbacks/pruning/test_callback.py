@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -433,7 +434,7 @@ def test_a_dense_checkpoint_is_pruned_from_where_it_is(tmp_path):
 
 
 def test_shares_of_a_run_of_one_step_are_a_step():
-    pruning = Pruning(0.5, begin=0.2, end=0.5)
+    pruning = Pruning(np.float32(0.5), begin=0.2, end=0.5)
     fit(Net(), [pruning], max_steps=1)
     assert pruning.sparsity() == pytest.approx(0.5, abs=0.02)
 

@@ -679,6 +679,12 @@ def test_missing_file_names_the_nearest(table, tmp_path):
         TabularDataModule(tmp_path / "tree.csv", "kind")
 
 
+def test_a_path_may_begin_in_the_home_folder(table, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    table.to_csv(tmp_path / "trees.csv")
+    assert TabularDataModule("~/trees.csv", "kind").path == tmp_path / "trees.csv"
+
+
 def test_other_formats_are_refused(tmp_path):
     (tmp_path / "trees.xlsx").touch()
     with pytest.raises(ValueError, match=r"need a .csv, .csv.gz or .parquet file; got .*trees.xlsx"):

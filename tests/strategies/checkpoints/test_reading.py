@@ -309,10 +309,13 @@ def test_a_part_elsewhere_on_the_disk_is_no_part_of_a_folder(tmp_path, layer):
 def test_places_that_cannot_hold_checkpoints_are_refused(tmp_path, monkeypatch):
     (tmp_path / "notes.txt").write_text("step 3")
     for place, error, message in [
-        ("\0", ValueError, "needs a folder, such as 'runs/digits'; got"),
+        ("\0", ValueError, "each of places must be the path of a file or folder, with names of 1 to 255 bytes; got"),
+        ("x" * 300, ValueError, "each of places must be .*; got 'x{80}'$"),
+        ("~nosuchuser/runs", ValueError, "~nosuchuser/runs is in the home folder of a user whom this machine does not"),
+        (b"runs", TypeError, "each of places must be the path of a file or folder; got b'runs'"),
         (tmp_path / "notes.txt", ValueError, r"needs a folder, or a \.ckpt file; .*notes\.txt is another file"),
         (None, TypeError, "places must be a name, or a list of names; got None"),
-        ([3], ValueError, "needs a folder, such as 'runs/digits'; got 3"),
+        ([3], TypeError, "each of places must be the path of a file or folder; got 3"),
     ]:
         with pytest.raises(error, match=message):
             newest_checkpoint(place)
