@@ -127,8 +127,9 @@ class Distillation(L.Callback):
         require_integers(-(1 << 62), class_dim=class_dim, ignore_index=ignore_index)
         if checkpoint is not None and not isinstance(teacher, nn.Module):
             raise ValueError(f"checkpoint holds weights for a module, but teacher is {teacher!r}; give the module")
-        is_named = not isinstance(teacher, nn.Module) and teacher not in _COPIES_OF_STUDENT
-        self.teacher = local_path(teacher, "a teacher that is no module") if is_named else teacher
+        if not isinstance(teacher, nn.Module) and teacher not in _COPIES_OF_STUDENT:
+            teacher = local_path(teacher, "a teacher that is no module")
+        self.teacher = teacher
         self.checkpoint = None if checkpoint is None else local_path(checkpoint, "checkpoint")
         self.weight, self.temperature, self.loss = weight, temperature, loss
         self.module = module

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from lightning_accel.data.digest import digest_of
 from lightning_accel.data.graphs.splits import GraphSplits
 from lightning_accel.data.quoting import listed
 from lightning_accel.data.tables.column_checks import doubts_of_code
 from lightning_accel.data.tables.leakage import doubts_of_answers, doubts_of_equal
 from lightning_accel.ops.extras import import_on_use
+from lightning_accel.ops.hashes import hash_neighbours, hash_rows, join_hashes, mix_bits
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -24,6 +24,7 @@ else:
     pd = import_on_use("pandas")
 
 _DIFFERENT = "\0"  # name of a column of texts that tell which rows are no copies
+_LAYERS = 3  # of message passing that tell graphs apart
 _MOST_VALUES = 2_000_000  # of nodes and their features that are looked at
 
 
@@ -31,7 +32,8 @@ def doubts_of_graphs(splits: GraphSplits, names: Sequence[str] | None, path: str
     """Yield warnings of a file of graphs before transforms.
 
     Graphs without nodes are told; copies, if 5 % of the graphs that validate and test, and five or more, equal training
-    graphs in all that the file holds, while most training graphs differ; features that tell the target on their own, as
+    graphs in all that the file holds, up to the order of nodes and edges, and to what three layers of message passing
+    cannot tell apart, while most training graphs differ; features that tell the target on their own, as
     :func:`~lightning_accel.data.tables.leakage.doubts_of_answers` has it, or whose means over the nodes or edges of a
     graph do; and features of nodes and edges that are constant, or hold a code for missing values.
 
@@ -77,18 +79,40 @@ def _numbered(key: str, count: int) -> list[str]:
 
 
 def _doubt_of_copies(splits: GraphSplits, path: str | Path) -> Iterator[str]:
-    digests = np.array([_digest(graph) for graph in splits.graphs])
+    hashes = _hashes_of(splits.graphs, splits.level)
     held_out = np.concatenate([splits.val, splits.test])
-    yield from doubts_of_equal(digests, splits.train, held_out, "graphs", path, "edges, features and target")
+    parts = "edges, features and target, in whatever order nodes and edges are"
+    yield from doubts_of_equal(hashes, splits.train, held_out, "graphs", path, parts)
 
 
-def _digest(graph: Data) -> str:
-    """Return a digest of what a graph holds, in whatever order its edges are, which are there in both directions."""
-    tensors = [graph[name] for name in ("x", "y") if graph.get(name) is not None]
-    attributes = [] if graph.get("edge_attr") is None else [_rows(graph.edge_attr).double().T]
-    edges = torch.cat([graph.edge_index.double(), *attributes])
-    edges = edges[:, np.lexsort(edges.numpy()[::-1])]
-    return digest_of(np.array(graph.num_nodes), edges.numpy(), *(tensor.numpy() for tensor in tensors))
+def _hashes_of(graphs: Sequence[Data], level: str) -> np.ndarray:
+    """Return hashes of graphs and their targets; all orders of nodes share one, and graphs that layers confuse."""
+    sizes = torch.tensor([graph.num_nodes or 0 for graph in graphs])
+    owner = torch.arange(len(graphs)).repeat_interleave(sizes)
+    first = sizes.cumsum(0) - sizes
+    edges = torch.cat([graph.edge_index + begin for graph, begin in zip(graphs, first, strict=True)], dim=1)
+    arcs = _hash_parts([graph.get("edge_attr") for graph in graphs])
+    targets = _hash_parts([graph.y for graph in graphs])
+    colour = _hash_parts([graph.x for graph in graphs])
+    if colour is None:
+        colour = torch.zeros(len(owner), dtype=torch.int64)
+    if level == "node" and targets is not None:
+        colour = join_hashes(colour, targets)
+    for _ in range(_LAYERS):
+        colour = join_hashes(colour, hash_neighbours(colour, edges, arcs))
+    hashes = torch.zeros(len(graphs), dtype=torch.int64).index_add(0, owner, mix_bits(colour))
+    hashes = join_hashes(hashes, targets) if level == "graph" and targets is not None else hashes
+    return hashes.numpy()
+
+
+def _hash_parts(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the hashes of the rows of all graphs, if each has some."""
+    tensors = [part for part in parts if part is not None]
+    if len(tensors) < len(parts):
+        return None
+    if len({part.shape[1:] for part in tensors}) > 1:
+        return torch.cat([*map(hash_rows, tensors)])
+    return hash_rows(torch.cat(tensors))
 
 
 def _doubts_of_features(splits: GraphSplits, names: Sequence[str] | None, path: str | Path) -> Iterator[str]:
@@ -102,7 +126,7 @@ def _doubts_of_features(splits: GraphSplits, names: Sequence[str] | None, path: 
         return
     names = list(names or _numbered("x", 0 if graphs[0].x is None else graphs[0].x.shape[1]))
     if splits.level == "graph":
-        different = [*map(_digest, graphs)]
+        different = [*map(str, _hashes_of(graphs, splits.level))]
         x = torch.stack([torch.empty(0) if graph.x is None else _mean_of(graph.x) for graph in graphs])
         edges = [_of_edges(graph) for graph in graphs]
         widths = {len(one) for one in edges if len(one)}

@@ -29,7 +29,8 @@ def doubts_of_sequences(
     """Yield warnings of copies, and of values that tell the target on their own.
 
     Copies are told as :func:`~lightning_accel.data.tables.leakage.doubts_of_equal` has it; values that all steps of a
-    sequence share as :func:`~lightning_accel.data.tables.leakage.doubts_of_answers` does.
+    sequence share, and those of the first and last step if targets are classes, as
+    :func:`~lightning_accel.data.tables.leakage.doubts_of_answers` does.
 
     Args:
         read: the sequences.
@@ -55,10 +56,17 @@ def doubts_of_sequences(
     if target is None or target.ndim > 1 or read.steps.ndim == 1:  # tokens
         return
     rows = [row for row in train if read.lengths[row]]
-    shared = [_shared(read.steps[slice(*spans[row])].astype(np.float64)) for row in rows]
-    table = pd.DataFrame(np.array(shared).reshape(len(rows), -1), columns=pd.Index(read.names))
-    table[_DIFFERENT] = digests[rows]
     is_quantity, remedy = target.dtype.kind == "f", "leave it out of the file"
+    ends = {} if is_quantity else {"first": 0, "last": -1}  # the last value may well be near the next one
+    of_row = [
+        np.concatenate([_shared(steps), *(steps[place] for place in ends.values())])
+        for steps in (read.steps[slice(*spans[row])].astype(np.float64) for row in rows)
+    ]
+    names = [*read.names, *(f"{name} of the {which} step" for which in ends for name in read.names)]
+    table = pd.DataFrame(np.array(of_row).reshape(len(rows), -1), columns=pd.Index(names))
+    all_steps = [name for name in read.names if not table[name].isna().any()]
+    table = table.drop(columns=[f"{name} of the {which} step" for which in ends for name in all_steps])
+    table[_DIFFERENT] = digests[rows]
     yield from doubts_of_answers(table, target[rows], path, is_quantity, remedy, missing_tells=False)
 
 

@@ -75,7 +75,8 @@ def doubts_of_answers(
     correlation, or of that of their ranks, exceeds 0.9999. It tells the class if each of its values is in rows of one
     class alone, and there are as many values as classes, as in a copy, or 20 rows for each value, or, missing values
     aside, classes drawn at random would be as pure less than once in a million; if rows with a value, or those without
-    one, are of one class where chance is as small; or if it is a number that thresholds separate all classes by.
+    one, are of one class where chance is as small; or if it is a number that as many thresholds as classes separate
+    these by.
 
     Args:
         features: training rows.
@@ -150,13 +151,19 @@ def _are_pure(names: pd.Series, target: np.ndarray) -> bool:
 
 
 def _are_apart(numbers: np.ndarray, target: np.ndarray) -> bool:
-    """Return whether thresholds on a number separate all classes, and numbers in any order hardly would."""
+    """Return whether as many thresholds on a number as classes separate these, and numbers in any order hardly would.
+
+    One class may thus have the numbers below and above the others, as an interval has it.
+    """
     counts = np.unique(target, return_counts=True)[1]
     in_order = np.lexsort([target, numbers])
     ends = np.flatnonzero(np.diff(target[in_order]))
-    if len(ends) != len(counts) - 1 or (numbers[in_order[ends]] == numbers[in_order[ends + 1]]).any():
+    if not 0 < len(ends) <= len(counts) or (numbers[in_order[ends]] == numbers[in_order[ends + 1]]).any():
         return False
-    by_chance = math.lgamma(len(counts) + 1) + sum(map(math.lgamma, counts + 1)) - math.lgamma(len(target) + 1)
+    # a bound: which class each stretch is of, and where those end that the numbers of rows do not fix
+    free = len(ends) + 1 - len(counts)
+    stretches = math.log(len(counts)) + len(ends) * math.log(len(counts) - 1) + free * math.log(len(target))
+    by_chance = stretches + sum(map(math.lgamma, counts + 1)) - math.lgamma(len(target) + 1)
     return by_chance < math.log(_LEAST_CHANCE)
 
 

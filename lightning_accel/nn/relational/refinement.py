@@ -11,12 +11,10 @@ from torch import Tensor
 
 from lightning_accel.nn.relational.copies import Copies, chunk_bounds, copy_graphs, plan_tuples, sort_by_graph
 from lightning_accel.nn.relational.marked_tuples import TupleKind, find_tuples, resolve_marks
+from lightning_accel.ops.hashes import hash_neighbours, hash_rows, join_hashes, mix_bits
 from lightning_accel.ops.triples.find import Triples, find_triples
 
 _CHUNK = 2**21  # nodes and arcs of the copies in memory at a time, about 60 bytes each
-# constants of splitmix64 (Steele et al. 2014, https://doi.org/10.1145/2714064.2660195), as signed numbers
-_STEP = 0x9E3779B97F4A7C15 - 2**64
-_FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 
 
 def refinement_hash(
@@ -83,7 +81,7 @@ def refinement_hash(
             f"{num_layers}, {marks}, {level!r} and {tuples!r}"
         )
     layout = sort_by_graph(edge_index, batch, size)
-    node_colour, arc_colour = _row_hash(x), None if edge_attr is None else _row_hash(edge_attr)
+    node_colour, arc_colour = hash_rows(x), None if edge_attr is None else hash_rows(edge_attr)
     if not marks:
         whole = Copies(
             torch.arange(len(x), device=x.device), edge_index, edge_index[0], batch, batch.new_empty(size, 0)
@@ -109,18 +107,16 @@ def refinement_hash(
 
 def _refine(colour: Tensor, arc_colour: Tensor | None, copies: Copies, num_layers: int, triples: bool) -> Tensor:
     """Return the colours of nodes after as many layers."""
-    source, target = copies.edge_index
     found = find_triples(copies.edge_index, len(colour)) if triples and num_layers else None
     edge_colour = None
     if found is not None and arc_colour is not None:
         edge_colour = _edge_colour(arc_colour, copies.edge_index, found)
     for _ in range(num_layers):
         if found is None:
-            message = colour[source] if arc_colour is None else _join(colour[source], arc_colour)
-            parts = [torch.zeros_like(colour).index_add_(0, target, _mix(message))]
+            parts = [hash_neighbours(colour, copies.edge_index, arc_colour)]
         else:
             parts = _sums_over_triples(colour, edge_colour, found)
-        colour = _join(colour, *parts)
+        colour = join_hashes(colour, *parts)
     return colour
 
 
@@ -144,15 +140,15 @@ def _sums_over_triples(colour: Tensor, edge_colour: Tensor | None, triples: Trip
             colour, 0, triples.triangle[right], edge_colour, triples.side[left]
         )
         if edge_colour is not None:
-            product = _join(product, edge_colour[triples.side[corner]])
-        triangles.index_add_(0, triples.triangle[corner], _mix(product))
+            product = join_hashes(product, edge_colour[triples.side[corner]])
+        triangles.index_add_(0, triples.triangle[corner], mix_bits(product))
     return [neighbours, paths, triangles]
 
 
 def _factor(colour: Tensor, salt: int, node: Tensor, edge_colour: Tensor | None, edge: Tensor) -> Tensor:
     """Return odd hashes of nodes, and of the edges to them; products of odd numbers lose no bits."""
-    value = colour[node] if edge_colour is None else _join(colour[node], edge_colour[edge])
-    return _mix(value + salt) | 1
+    value = colour[node] if edge_colour is None else join_hashes(colour[node], edge_colour[edge])
+    return mix_bits(value + salt) | 1
 
 
 def _edge_colour(arc_colour: Tensor, edge_index: Tensor, triples: Triples) -> Tensor:
@@ -179,44 +175,17 @@ def _proportions(owner: Tensor, value: Tensor, owners: int) -> Tensor:
     divisor = torch.ones(owners, dtype=torch.int64)
     divisor[torch.from_numpy(present)] = torch.from_numpy(np.gcd.reduceat(count.cpu().numpy(), starts))
     count = count // divisor.to(count.device)[owner]
-    return value.new_zeros(owners).index_add_(0, owner, _mix(value) * count)
+    return value.new_zeros(owners).index_add_(0, owner, mix_bits(value) * count)
 
 
 def _mark(colour: Tensor, marked: Tensor) -> Tensor:
     """Give the marked nodes (T, k) colours of their own for each mark."""
     for mark, nodes in enumerate(marked.unbind(dim=1)):
         nodes = nodes[nodes >= 0]
-        colour = colour.index_copy(0, nodes, _mix(_mix(colour[nodes]) + mark))
+        colour = colour.index_copy(0, nodes, mix_bits(mix_bits(colour[nodes]) + mark))
     return colour
 
 
 def _read_out(colour: Tensor, copies: Copies) -> Tensor:
     """Return a hash (T,) of the multiset of the colours of each copy; the colours of marked nodes are their own."""
-    return _mix(colour.new_zeros(len(copies.marked)).index_add_(0, copies.copy, _mix(colour)))
-
-
-def _row_hash(rows: Tensor) -> Tensor:
-    """Return a hash of each row of (n,) or (n, F) numbers; 0 and -0 are equal."""
-    rows = rows[:, None] if rows.ndim == 1 else rows.flatten(1)
-    bits = (rows.double() + 0.0).view(torch.int64)
-    return _mix(_mix(bits + _mix(torch.arange(bits.shape[1], device=bits.device))).sum(dim=1))
-
-
-def _join(first: Tensor, *others: Tensor) -> Tensor:
-    """Return a hash of a sequence of hashes."""
-    for other in others:
-        first = _mix(first) * 3 + other
-    return _mix(first)
-
-
-def _mix(value: Tensor) -> Tensor:
-    """Permute the numbers of 64 bits at random: the last step of splitmix64."""
-    value = value + _STEP
-    for shift, factor in zip((30, 27), _FACTORS, strict=True):
-        value = (value ^ _shift_right(value, shift)) * factor
-    return value ^ _shift_right(value, 31)
-
-
-def _shift_right(value: Tensor, bits: int) -> Tensor:
-    """Shift in zeros, where torch repeats the sign."""
-    return (value >> bits) & (2 ** (64 - bits) - 1)
+    return mix_bits(colour.new_zeros(len(copies.marked)).index_add_(0, copies.copy, mix_bits(colour)))

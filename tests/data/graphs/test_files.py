@@ -4,6 +4,7 @@ import re
 import warnings
 
 import networkx as nx
+import numpy as np
 import pytest
 import torch
 
@@ -93,7 +94,19 @@ def test_copies_of_training_graphs_and_graphs_without_nodes_are_told(make):
         told(make, [*found, *turned])[0].partition("graphs of")[2]
         == told(make, [*found, *found])[0].partition("graphs of")[2]
     )
-    (copies,) = told(make, [*found, *found])
+    numbered = np.random.default_rng(0).permutation(10)
+    renumbered = [
+        {
+            **line,
+            "edges": [[int(numbered[a]), int(numbered[b])] for a, b in line["edges"]],
+            "x": [line["x"][old] for old in np.argsort(numbered)],
+        }
+        for line in found
+    ]
+    (copies,) = told(make, [*found, *renumbered])
+    for line in renumbered:
+        line["edges"][0][0] = (line["edges"][0][0] + 1) % 10
+    assert not told(make, [*found, *renumbered])
     assert re.match(r"\d+ of the 36 graphs of .* that validate and test \(\d+%\) are copies of training graphs", copies)
     assert not told(
         make, [{**line, "x": [[node % 2, node % 2] for node in range(10)], "edges": RING} for line in found]

@@ -29,7 +29,7 @@ def lines_of_values(number=60):
     return [
         {
             "id": f"s{i}",
-            "values": [[100 * i + step, float(rng.normal())] for step in range(lengths[i])],
+            "values": [[100 * (7 * i % number) + step, float(rng.normal())] for step in range(lengths[i])],
             "target": kinds[i],
         }
         for i in range(number)
@@ -319,7 +319,7 @@ def test_sequences_to_predict_are_scaled_as_the_training_ones(make, tmp_path):
 
 def test_tables_to_predict_may_hold_other_columns(make, tmp_path):
     table = pd.DataFrame(
-        {"id": np.arange(60) // 2, "step": [0, 1] * 30, "a": np.arange(60.0), "target": np.arange(60) // 20}
+        {"id": np.arange(60) // 2, "step": [0, 1] * 30, "a": np.arange(60) * 7 % 60, "target": np.arange(60) // 20}
     )
     pd.DataFrame({"b": [9], "a": [29.5], "step": [0], "id": ["x"]}).to_csv(tmp_path / "new.csv")
     data = make(table, "walks.csv", predict_path=tmp_path / "new.csv")
@@ -361,6 +361,13 @@ def test_copies_and_values_that_tell_the_target_are_told(make):
     (answers,) = told(leaking)
     assert "that tell the target of the training rows on their own" in answers
     assert "class alone: values_2. If one" in answers
+    for place, which in (0, "first"), (-1, "last"):
+        late = [{**line, "values": [[*step, 0.0] for step in line["values"]]} for line in lines]
+        for line in late:
+            if line["values"]:
+                line["values"][place][2] = kinds[line["target"]]
+        (answers,) = told(late)
+        assert f"class alone: values_2 of the {which} step. If one" in answers
     texts = [
         {"tokens": [*np.random.default_rng(i % 60).integers(9, size=12).tolist()], "target": i % 3} for i in range(120)
     ]

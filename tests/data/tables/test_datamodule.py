@@ -373,6 +373,10 @@ def test_codes_of_many_rows_each_and_thresholds_tell_the_class(make, table):
     assert len(warnings_of_answers(make, many.assign(measure=measure.where(many.index % 30 > 0)))) == 1
     (answers,) = warnings_of_answers(make, many.assign(measure=measure))
     assert ": measure. If" in answers
+    on_both_sides = measure.where((many["kind"] != "oak") | (many.index % 2 > 0), -measure)
+    assert len(warnings_of_answers(make, many.assign(measure=on_both_sides))) == 1
+    on_both_sides[(many["kind"] == "ash") & (many.index % 2 > 0)] += 20
+    assert warnings_of_answers(make, many.assign(measure=on_both_sides)) == []
     measure[many["kind"] == "elm"] = 5.0 + np.arange(48) % 20 / 10  # as some ashes
     assert warnings_of_answers(make, many.assign(measure=measure)) == []
     few = pd.DataFrame({"measure": np.arange(24.0), "x": 1.0})
