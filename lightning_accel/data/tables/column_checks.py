@@ -158,19 +158,19 @@ def may_be_versions(numbers: pd.Series) -> bool:
     return bool(np.allclose(hundredths, whole, rtol=0, atol=1e-6) and (whole % 100 != 0).any())
 
 
-def warn_of_leading_zeros(texts: pd.Series, path: Path) -> None:
-    """Warn of a column of numbers of three digits and more that begin with 0, as postal codes do."""
+def warn_of_digit_codes(texts: pd.Series, path: Path) -> None:
+    """Warn of a column of whole numbers of which some begin with 0, as postal codes do, or are written as 1E5."""
     present = texts.dropna().str.strip()
-    leading = present[present.str.fullmatch(r"0\d{2,}")]
-    if len(leading) and present.str.fullmatch(r"\d+").all():
-        first = leading.iloc[0]
+    changed = present[present.str.fullmatch(r"0\d{2,}|\d+[eE]\d+")]
+    if len(changed) and present.str.fullmatch(r"\d+([eE]\d+)?").all():
+        first = changed.iloc[0]
         rank_zero_warn(
-            f"column {shown(texts.name)} of {path} holds {shown(first)}, read as {int(first)}. If these are codes, as "
-            "postal ones are, list the column under categorical"
+            f"column {shown(texts.name)} of {path} holds {shown(first)}, read as {float(first):.16g}. If these are "
+            "codes, as postal ones are, list the column under categorical"
         )
 
 
-def may_have_leading_zeros(numbers: pd.Series) -> bool:
+def may_be_digit_codes(numbers: pd.Series) -> bool:
     """Return whether a column has whole numbers from 0 on alone, some of three digits."""
     if numbers.dtype.kind not in "iuf":
         return False

@@ -12,10 +12,10 @@ from lightning_accel.data.bounds import allowed_bytes, require_allowed, require_
 from lightning_accel.data.quoting import cut, lacking_column, shown
 from lightning_accel.data.tables.column_checks import (
     MOST_TEXTS,
+    may_be_digit_codes,
     may_be_versions,
-    may_have_leading_zeros,
     may_have_thousands,
-    warn_of_leading_zeros,
+    warn_of_digit_codes,
     warn_of_thousands,
     warn_of_versions,
 )
@@ -87,7 +87,7 @@ def read_table(
                 texts = pd.read_csv(path, sep=separator, usecols=doubtful, dtype=str, index_col=False)
                 for column in doubtful:
                     warn_of_thousands(table[column], texts[column], path, decimal)
-            for may_be, warn in ((may_be_versions, warn_of_versions), (may_have_leading_zeros, warn_of_leading_zeros)):
+            for may_be, warn in ((may_be_versions, warn_of_versions), (may_be_digit_codes, warn_of_digit_codes)):
                 if doubtful := [column for column in table if may_be(table[column])]:
                     texts = pd.read_csv(
                         path, sep=separator, usecols=doubtful, dtype=str, index_col=False, nrows=MOST_TEXTS

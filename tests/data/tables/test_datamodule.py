@@ -474,14 +474,18 @@ def test_marks_that_may_be_of_thousands_are_told(make, mark):
         make("\n".join(["price,size", *lines]), **options)
 
 
-def test_versions_that_are_read_as_decimal_numbers_are_told(make):
-    """And prices of two decimals each, or of one or two, are not."""
+def test_versions_and_codes_that_are_read_as_numbers_are_told(make):
+    """And prices of two decimals each, or of one or two, are not, nor numbers with exponents as programs write them."""
     for versions, message in (
         (["3.8", "3.9", "3.10"], "holds '3.10', read as 3.1, beside numbers with one decimal. If they are versions"),
         (["3.80", "3.90", "3.10"], ""),
         (["3.8", "3.9", "3.10", "4.0"], "holds '3.10', read as 3.1, beside numbers with one decimal. If they are"),
         (["3.8", "3.9", "3.11"], ""),
         (["3.0", "3.9", "3.11"], ""),
+        (["01067", "10115", "20095"], "holds '01067', read as 1067. If these are codes, as postal ones are"),
+        (["417", "1E5", "2E3"], "holds '1E5', read as 100000. If these are codes"),
+        (["1e+05", "2e+03", "417"], ""),
+        (["1E5", "2.5E3", "417"], ""),
     ):
         rows = "".join(f"{kind},{version}\n" for version in versions for kind in ("oak", "ash") * 9)
         with warnings.catch_warnings(record=True) as caught:
