@@ -125,7 +125,9 @@ class Ours(nn.Module):
     def __init__(self, num_atoms: int, conv: str, heads: int) -> None:
         super().__init__()
         self.places = STEPS if heads else 0
-        layers = ConvolutionLayers(conv, dim=WIDTH, num_layers=LAYERS, attention_heads=heads)
+        layers = ConvolutionLayers(
+            conv, dim=WIDTH, num_layers=LAYERS, attention_heads=heads, compress_sums=False
+        )  # as in the results
         self.model = RelationalGNN(
             num_atoms + self.places, num_targets=1, num_relations=len(BONDS), level="graph", target_kind="regression",
             error="absolute", layers=layers,

@@ -121,7 +121,7 @@ SUBJECTS: dict[str, Callable[[], nn.Module]] = {
     BASELINE: GPS,
     "GINEConv and attention": lambda: Ours(layers("GINEConv", HEADS), has_places=True),
     "GINEConv": lambda: Ours(layers("GINEConv"), has_places=True),
-    "RO3Conv": lambda: Ours(layers("RO3Conv"), has_places=False),
+    "RO3Conv": lambda: Ours(layers("RO3Conv", compress_sums=False), has_places=False),
     "RO3Conv, compressed sums": lambda: Ours(layers("RO3Conv", compress_sums=True), has_places=False),
 }
 

@@ -45,6 +45,8 @@ class ConvolutionLayers:
             https://arxiv.org/abs/2205.12454). 0 for none. Nodes need features that tell where they are, such as
             ``torch_geometric.transforms.AddRandomWalkPE`` adds.
         triple_readout: add triangles and 2-paths to the readout of graphs, which is the sum over nodes.
+        compress_sums: whether ``RO3Conv`` takes its sums over triples by their inverse hyperbolic sine. Without it they
+            are exact, but a few nodes with many triangles may lead to extreme predictions.
 
     Example:
         >>> from lightning_accel import RelationalGNN
@@ -59,6 +61,7 @@ class ConvolutionLayers:
     dropout: float = 0.0
     attention_heads: int = 0
     triple_readout: bool = False
+    compress_sums: bool = True
 
 
 _CONV_OF = {"GCN": "GCNConv", "GraphSAGE": "SAGEConv", "GIN": "GINConv", "GAT": "GATConv", "PNA": "PNAConv"}
@@ -189,7 +192,8 @@ def make_layers(num_features: int, edges: EdgeKind, options: ConvolutionLayers) 
         edges = EdgeKind(dim=dim)
     blocks = list[nn.Module]()
     for _ in range(options.num_layers):
-        layer = make_conv(kind, dim, edges, options.conv_options or {})
+        of_kind = {"compress_sums": options.compress_sums} if kind is RO3Conv else {}
+        layer = make_conv(kind, dim, edges, of_kind | (options.conv_options or {}))
         require_width(layer, dim, edges)
         if not options.attention_heads:
             blocks.append(GraphBlock(layer, dim, norm, options.dropout))

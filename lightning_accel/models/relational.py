@@ -40,6 +40,7 @@ from lightning_accel.nn.features import (
     require_width,
     wrong_edge_attr,
 )
+from lightning_accel.nn.relational.layers import RO3Conv
 from lightning_accel.nn.relational.pooling import Estimate, RelationalPooling
 from lightning_accel.ops.bounds import if_set, require_integers
 from lightning_accel.ops.names import require_one_of
@@ -124,7 +125,7 @@ class RelationalGNN(SupervisedModel):
     }
 
     @renamed_arguments(
-        **{name: f"layers.{name}" for name in options_of(ConvolutionLayers())},
+        **{name: f"layers.{name}" for name in options_of(ConvolutionLayers()) if name != "compress_sums"},
         marks="marking.num_nodes",
         tuples="marking.tuples",
         samples="marking.samples",
@@ -397,6 +398,18 @@ class RelationalGNN(SupervisedModel):
         if wrong := wrong_edge_attr(edge_attr, num_edges, self.edge_dim, self.num_relations):
             raise ValueError(f"RelationalGNN needs {wrong}")
         return edge_attr
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Leave sums over triples uncompressed if the checkpoint is from before there was this option."""
+        saved = checkpoint.get("hyper_parameters", {})
+        options = saved.get("layers", {})
+        if "compress_sums" in options or not (options or "conv" in saved):
+            return
+        self.convolutions = replace(self.convolutions, compress_sums=False)
+        self.hparams["layers"]["compress_sums"] = False
+        for part in self.modules():
+            if isinstance(part, RO3Conv) and "compress_sums" not in (self.convolutions.conv_options or {}):
+                part.compress_sums = False
 
     def on_train_batch_start(self, batch: Data, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)

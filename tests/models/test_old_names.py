@@ -47,7 +47,8 @@ MODELS = {
             "num_classes": 3,
             "level": "graph",
             "target_kind": "classification",
-            "layers": {"conv": "GATConv", "conv_options": {"heads": 2, "concat": False}, "dim": 5, "dropout": 0.1},
+            "layers": {"conv": "GATConv", "conv_options": {"heads": 2, "concat": False}, "dim": 5, "dropout": 0.1}
+            | {"compress_sums": False},  # as before there was the option
             "marking": {"num_nodes": 2, "tuples": "edges", "samples": 3},
         },
         {"marking.num_nodes": "marks"},

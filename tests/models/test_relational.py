@@ -431,6 +431,23 @@ def test_a_checkpoint_gives_the_same_scores(tmp_path):
     assert loaded.num_classes == 10
 
 
+def test_checkpoints_from_before_sums_were_compressed_give_the_same_scores(tmp_path):
+    edges = torch.combinations(torch.arange(6)).T
+    for compress_sums in (False, True):
+        model = RelationalGNN(3, 4, **GRAPHS, layers=ConvolutionLayers(dim=5, compress_sums=compress_sums)).eval()
+        run = trainer()
+        run.strategy.connect(model)
+        run.save_checkpoint(tmp_path / "new.ckpt", weights_only=True)
+        content = torch.load(tmp_path / "new.ckpt", weights_only=True)
+        loaded = RelationalGNN.load_from_checkpoint(tmp_path / "new.ckpt").eval()
+        x = 9 * torch.randn(6, 3)
+        torch.testing.assert_close(loaded(x, edges), model(x, edges), rtol=0, atol=0)
+        del content["hyper_parameters"]["layers"]["compress_sums"]
+        torch.save(content, tmp_path / "old.ckpt")
+        loaded = RelationalGNN.load_from_checkpoint(tmp_path / "old.ckpt").eval()
+        assert torch.equal(loaded(x, edges), model(x, edges)) == (not compress_sums)
+
+
 def layers(**options):
     return {"layers": ConvolutionLayers(**options)}
 
