@@ -5,6 +5,8 @@ import reprlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from lightning_accel.ops.names import list_some
 
 WITHOUT_TARGET = (
@@ -34,6 +36,25 @@ def listed(names: Sequence[object], most: int = 20) -> str:
     ('a, b and 1 more', "'no, never', yes")
     """
     return list_some([shown(name) if isinstance(name, str) and "," in name else cut(name) for name in names], most)
+
+
+def told_classes(names: Sequence[str], train: np.ndarray | None = None, val: np.ndarray | None = None) -> str:
+    """Join the number and names of classes, and the accuracy of always predicting the most frequent one.
+
+    Args:
+        names: the classes.
+        train: classes of what trains, negative where one is unknown; None where they are not in memory.
+        val: those of what validates, likewise.
+
+    >>> told_classes(["no", "yes"], np.array([0, 0, 1]), np.array([0, 1]))
+    '2 classes, no, yes (always no: accuracy 0.5 in validation)'
+    """
+    told = f"{len(names)} classes, {listed(names, 5)}"
+    if train is None or val is None or not (val >= 0).any():
+        return told
+    most = int(np.bincount(train[train >= 0], minlength=1).argmax())
+    share = (val[val >= 0] == most).mean()
+    return f"{told} (always {listed([names[most]])}: accuracy {share:.3g} in validation)"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

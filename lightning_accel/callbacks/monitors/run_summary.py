@@ -98,6 +98,11 @@ class RunSummary:
         least = _LEAST_SHARE * self.seconds
         return {_NAMES.get(part, part): spent for part, spent in parts.items() if spent > least}
 
+    def _shown_curves(self) -> list[str]:
+        """Return the names of up to three metrics of validation, monitored ones and losses first."""
+        monitored = {each.monitor for each in self.best}
+        return sorted(self.curves, key=lambda name: (name not in monitored, "loss" not in name))[:_MOST_CURVES]
+
     def table(self) -> Table:
         """Return the table for a terminal."""
         rows = [(name, f"{spent:.3g} s, {spent / self.seconds:.0%}") for name, spent in self.shown_parts().items()]
@@ -106,6 +111,7 @@ class RunSummary:
         share = f"{self.share_of_peak:.1%}" if self.share_of_peak is not None else self.no_share_because or "not known"
         rows.append(("share of peak", share))
         rows.append(("memory", ", ".join(f"{name} {in_bytes(size)}" for name, size in self.memory.items() if size)))
+        rows += [(name, _told_curve(name, self.curves[name])) for name in self._shown_curves()]
         for each in self.best:
             value = "" if each.value is None else f" {each.value:.4g}"
             name = "last checkpoint" if each.monitor is None else f"best {each.monitor}{value}"
@@ -149,8 +155,7 @@ class RunSummary:
             NotWrittenError: if the disk is full, or may not be written.
         """
         monitored = {each.monitor: each.value for each in self.best}
-        names = [name for name, curve in self.curves.items() if len(curve) > 1]
-        names = sorted(names, key=lambda name: (name not in monitored, "loss" not in name))[:_MOST_CURVES]
+        names = [name for name in self._shown_curves() if len(self.curves[name]) > 1]
         if not names:
             return
         figure, panels = new_axes((0.5 + 3.5 * len(names), 3), columns=len(names), sharex=True)
@@ -164,6 +169,14 @@ class RunSummary:
                 axis.set_title(f"best checkpoint: {best:.4g}", fontsize="medium")
         with write_atomically(path) as part:
             figure.savefig(part, format="png")
+
+
+def _told_curve(name: str, curve: list[tuple[int, float]]) -> str:
+    """Return the first and the last value, and where a loss was least."""
+    (_, first), (_, last) = curve[0], curve[-1]
+    told = f"{last:.4g}" if len(curve) == 1 else f"{first:.4g} at first, {last:.4g} at the end"
+    step, least = min(curve, key=lambda point: point[1])
+    return f"{told}, least {least:.4g} at step {step}" if "loss" in name and least < min(first, last) else told
 
 
 def overfitted(curves: dict[str, list[tuple[int, float]]]) -> list[Finding]:

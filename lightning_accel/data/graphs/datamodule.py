@@ -14,7 +14,7 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data, Dataset
@@ -309,6 +309,8 @@ class GraphDataModule(L.LightningDataModule):
             assert isinstance(self.predict_path, Path)
             self.predict_rows, self.predict_ids = self._file_to_predict(self.predict_path, features, scales)
         self.train_rows, self.val_rows, self.test_rows = rows
+        if self.path is not None and self.trainer is not None:
+            rank_zero_info(f"{self.path}: {splits.describe()}")
 
     def _setup_shards(self) -> None:
         found = self._sharded_graphs()

@@ -206,7 +206,7 @@ def _reject_unknown_fields(entry: dict[str, Any], layout: GraphLayout, where: st
     if unknown := [name for name in entry if name not in known]:
         raise ValueError(
             f"{where} has the field {shown(unknown[0])}, which would not be read{did_you_mean(unknown[0], known)} "
-            f"Known ones are {', '.join(known)}; leave out the others, or name a target in target"
+            f"Known ones are {', '.join(known)}; leave out the others, or name those that are targets in layout.target"
         )
 
 

@@ -25,6 +25,7 @@ from lightning_accel.data.graphs.tasks import (
     karate_club,
     substructure_set,
 )
+from lightning_accel.data.quoting import told_classes
 from lightning_accel.data.sequences.batch import IGNORED
 from lightning_accel.data.splits import split_in_three, split_rows
 from lightning_accel.data.tables.targets import SET_REGRESSION, read_classes, read_known_classes
@@ -71,12 +72,30 @@ class GraphSplits:
 
     def training_targets(self) -> Tensor:
         """Return the targets of the training graphs or nodes, (items, K) float64, NaN where one is unknown."""
-        if self.of_nodes:
-            y = self.graphs[0].y[torch.from_numpy(self.train)]
-        else:
-            y = torch.cat([self.graphs[i].y for i in self.train.tolist()])
+        y = self._targets(self.train)
         y = y.double().view(len(y), -1)
         return y.where(y.isfinite(), torch.nan)
+
+    def _targets(self, part: np.ndarray) -> Tensor:
+        if self.of_nodes:
+            y: Tensor = self.graphs[0].y[torch.from_numpy(part)]
+            return y
+        return torch.cat([self.graphs[i].y for i in part.tolist()])
+
+    def describe(self) -> str:
+        """Return how targets are read, and how many graphs or nodes train, validate and test."""
+        values = self.training_targets()
+        if self.class_names is not None:
+            train, val = (self._targets(part).numpy() if len(part) else None for part in (self.train, self.val))
+            target = f"target of {told_classes(self.class_names, train, val)}"
+        elif self.kind == "multilabel" or values.shape[1] > 1:
+            target = f"target of {values.shape[1]} {'labels' if self.kind == 'multilabel' else 'numbers'}"
+        else:
+            mean, std = values.nanmean(), (values - values.nanmean()).square().nanmean().sqrt()
+            target = f"target, a quantity of mean {mean:.4g} and standard deviation {std:.4g}"
+        sizes = "{:,} {} train, {:,} validate, {:,} test"
+        kind = "nodes" if self.of_nodes else "graphs"
+        return f"{target}; {sizes.format(len(self.train), kind, len(self.val), len(self.test))}"
 
     def digest(self, source: Sequence[object] | None) -> str:
         """Digest the training and validation data: their targets, and all other tensors before a transform.

@@ -16,7 +16,7 @@ from lightning_accel.data.bounds import require_shares
 from lightning_accel.data.digest import DIGEST, digest_of, require_same_data
 from lightning_accel.data.in_memory import BatchTensorDataset, InMemoryDataModule
 from lightning_accel.data.preprocessing import RawColumns
-from lightning_accel.data.quoting import cut, listed, shown
+from lightning_accel.data.quoting import cut, listed, shown, told_classes
 from lightning_accel.data.shards.files import is_sharded
 from lightning_accel.data.shards.loader import datamodule_loader
 from lightning_accel.data.shards.moments import Moments
@@ -412,7 +412,8 @@ class TabularDataModule(InMemoryDataModule):
 
     def _describe_target(self) -> str:
         if self.class_names is not None:
-            return f"target {shown(self.target)} of {self.num_classes} classes, {listed(self.class_names, 5)}"
+            rows = [] if self.is_sharded else [part.tensors[1].numpy() for part in (self.train_rows, self.val_rows)]
+            return f"target {shown(self.target)} of {told_classes(self.class_names, *rows)}"
         assert self.target_mean is not None
         assert self.target_std is not None
         mean, std = self.target_mean[0], self.target_std[0]

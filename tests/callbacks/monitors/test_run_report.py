@@ -78,6 +78,7 @@ def test_a_fit_ends_with_table_picture_and_json(tmp_path, capsys, monkeypatch):
     assert summary.memory["peak"] > 2**24
     for told in ("The fit: epochs 3, batches 12", "waiting for data", "best val/loss 0.25", "epoch=1.ckpt"):
         assert told in out
+    assert "1.25 at first, 1.25 at the end, least 0.25 at step 8" in " ".join(out.split())
     assert f"\n  trainer.test(ckpt_path={str(best)!r})\n" in out
     assert json.loads((tmp_path / "run" / "run_report.json").read_text()) == summary.to_dict()
     assert (tmp_path / "run" / "run_report.png").stat().st_size > 1000

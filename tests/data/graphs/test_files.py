@@ -3,6 +3,7 @@ import json
 import re
 import warnings
 
+import lightning as L
 import networkx as nx
 import numpy as np
 import pytest
@@ -50,6 +51,27 @@ def make(write):
         return data
 
     return make
+
+
+def test_a_run_tells_how_graphs_are_read(make, caplog):
+    for options, target in [
+        ({}, "target of 2 classes, path, ring (always ring: accuracy 0.5 in validation); 7 graphs train"),
+        (
+            {"target_kind": "regression"},
+            "target, a quantity of mean {:.4g} and standard deviation {:.4g}; 7 graphs train",
+        ),
+    ]:
+        kinds = lines() if not options else [{**line, "y": number} for number, line in enumerate(lines())]
+        data = make(kinds, **options)
+        assert not caplog.text  # tune and others set data up again and again
+        del data.train_rows
+        data.trainer = L.Trainer(accelerator="cpu", logger=False)
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            data.setup()
+        target = target.format(*(data.target_mean or []), *(data.target_std or []))
+        assert caplog.messages == [f"{data.path}: {target}, {len(data.val_rows)} validate, {len(data.test_rows)} test"]
+        caplog.clear()
 
 
 def test_edges_that_stand_twice_are_told_unless_their_attributes_differ(make):
