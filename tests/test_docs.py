@@ -122,6 +122,8 @@ def folder(run_folder, monkeypatch):
         for ring in (0, 1)
     ]
     (run_folder / "molecules.jsonl").write_text("\n".join(map(json.dumps, molecules)))
+    sizes = [{**molecule, "y": 1.5 * len(molecule["edges"])} for molecule in molecules]
+    (run_folder / "sizes.jsonl").write_text("\n".join(map(json.dumps, sizes)))
     (run_folder / "texts").mkdir()
     tales = "".join(f"Once upon a time there were {i} kings and {i % 7} queens. " for i in range(1000))
     (run_folder / "texts" / "tales.txt").write_text(tales)

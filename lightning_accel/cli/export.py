@@ -68,7 +68,13 @@ class ExportingTrainer(L.Trainer):
         self.validate_loop.inference_mode = False  # inference tensors cannot be traced
         self.validate(model, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=weights_only, verbose=False)
         if exporter.exported is not None:
-            rank_zero_info(f"load it with lightning_accel.compress.load_compressed({str(exporter.exported.path)!r})")
+            path = str(exporter.exported.path)
+            alone = (
+                f", or run it without lightning_accel by onnxruntime.InferenceSession({path!r})"
+                if path.endswith(".onnx")
+                else ""
+            )
+            rank_zero_info(f"load it with lightning_accel.compress.load_compressed({path!r}){alone}")
 
 
 def require_output(format: str, output: str | None) -> None:

@@ -43,9 +43,13 @@ def test_a_checkpoint_becomes_a_file(command, run_folder):
 def test_the_model_of_the_checkpoint_is_exported_without_a_config(command, run_folder):
     assert command("fit", *QUIET, *DIGITS, *FIT).status == 0
     (checkpoint,) = run_folder.glob("lightning_logs/version_0/checkpoints/*.ckpt")
-    result = command("export", *QUIET, "--data=DigitsDataModule", "--ckpt_path", checkpoint, "--compare=false")
+    to = "--compare=false", "--output=model.onnx"
+    result = command("export", *QUIET, "--data=DigitsDataModule", "--ckpt_path", checkpoint, *to)
     assert result.status == 0, result.err
-    assert load_compressed(run_folder / "lightning_logs/version_1/model.pt2")(torch.rand(2, 1, 8, 8)).shape == (2, 10)
+    assert (
+        f"run it without lightning_accel by onnxruntime.InferenceSession('{run_folder / 'model.onnx'}')" in result.log
+    )
+    assert load_compressed(run_folder / "model.onnx")(torch.rand(2, 1, 8, 8)).shape == (2, 10)
 
 
 OWN = '''

@@ -431,12 +431,15 @@ def _quantization_result(trainer: L.Trainer) -> Any:
 
 
 def _log_export(exported: Exported, has_probabilities: bool) -> None:
-    left = f"; left out: {', '.join(exported.left_out)}" if exported.left_out else ""
+    left = f"; outputs of the model that are left out: {', '.join(exported.left_out)}" if exported.left_out else ""
     if exported.unused:
         left += f"; works without {', '.join(exported.unused)}"
-    checked = f"on {exported.num_checked} batches {exported.largest_difference:.1e} of the largest value at most off"
+    checked = (
+        f"on {exported.num_checked} batches it differs from the model by at most {exported.largest_difference:.1e} of "
+        "the largest value"
+    )
     first, *rest = exported.outputs
-    gives = ", ".join([f"{first} as probabilities" if has_probabilities else first, *rest])
+    gives = ", ".join([f"probabilities of {first}" if has_probabilities else first, *rest])
     rank_zero_info(f"exported {exported.path} ({exported.file_bytes:,} bytes), which gives {gives}{left}; {checked}")
 
 

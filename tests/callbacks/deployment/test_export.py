@@ -119,7 +119,7 @@ def test_a_file_of_a_checkpoint_tells_its_step_and_that_it_gives_probabilities(t
     with caplog.at_level("INFO"):
         trainer.validate(module, DataLoader(ROWS, 8), ckpt_path=tmp_path / "second.ckpt", verbose=False)
     assert load_compressed(callback.exported.path).metadata["metadata"]["step"] == 2
-    assert "which gives output as probabilities; " in caplog.text
+    assert "which gives probabilities of output; " in caplog.text
 
 
 @pytest.mark.slow
