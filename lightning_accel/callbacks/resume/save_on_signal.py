@@ -140,7 +140,7 @@ class SaveOnSignal(L.Callback):
         folder = getattr(keeper, "dirpath", None) or trainer.default_root_dir
         path = join_location(folder, f"signal-step={trainer.global_step}.ckpt")
         outdated, self.files = self.files, {str(path): trainer.global_step}
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path, weights_only=False)
         for file in outdated.keys() - self.files.keys():
             trainer.strategy.remove_checkpoint(file)
         rank_zero_info(f"{signal.Signals(number).name}: saved {path}, and stop")

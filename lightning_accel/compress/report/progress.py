@@ -26,4 +26,4 @@ class Progress:
             return
         self.last = now
         before = f"{self.title}: " if self.title else ""
-        self.tell(f"{before}{text} ({now - self.start:.0f} s)")
+        self.tell(f"{before}{text} (after {now - self.start:.0f} s)")

@@ -99,7 +99,8 @@ class GraphDataModule(L.LightningDataModule):
     classes; ``num_targets``, K, None unless targets are numbers, with ``target_mean`` and ``target_std`` (K,) of the
     training targets, in the units of ``y``, the latter 1 for constant targets, and ``target_names``, if they have
     names; ``feature_names`` and ``relation_names``, for tables only; ``predict_ids``, in the order of ``predict``: ids
-    of graphs, or of nodes, as ``graph:node`` if there are several graphs.
+    of graphs, or of nodes, as ``graph:node`` if there are several graphs; and ``predict_columns``, a DataFrame of the
+    targets of the test graphs of a file, where these are predicted.
 
     Args:
         path: file of graphs or of edges, or a folder, pattern or URL of files; by default, ``task`` is used.
@@ -152,6 +153,7 @@ class GraphDataModule(L.LightningDataModule):
     target_std: list[float] | None
     feature_names: list[str] | None
     relation_names: list[str] | None
+    predict_columns: Any = None  # a DataFrame
     _predict_ids: list[str] | None = None
 
     @renamed_arguments(
@@ -308,6 +310,8 @@ class GraphDataModule(L.LightningDataModule):
         if self.predict_path is not None:
             assert isinstance(self.predict_path, Path)
             self.predict_rows, self.predict_ids = self._file_to_predict(self.predict_path, features, scales)
+        elif self.path is not None and splits.level == "graph":
+            self.predict_columns = splits.targets_of_test(self.layout.columns)
         self.train_rows, self.val_rows, self.test_rows = rows
         if self.path is not None and self.trainer is not None:
             rank_zero_info(f"{self.path}: {splits.describe()}")

@@ -82,6 +82,18 @@ class GraphSplits:
             return y
         return torch.cat([self.graphs[i].y for i in part.tolist()])
 
+    def targets_of_test(self, names: Sequence[str]) -> pd.DataFrame:
+        """Return the targets of the test graphs, by ``names``; classes by their own, missing ones as None or NaN."""
+        if not len(self.test):
+            return pd.DataFrame()
+        targets = self._targets(self.test)
+        if self.class_names is not None:
+            known = [None if number < 0 else self.class_names[number] for number in targets.tolist()]
+            return pd.DataFrame({names[0]: known})
+        values = targets.view(len(targets), -1).numpy()
+        count = values.shape[1]
+        return pd.DataFrame(values, columns=[*names] if len(names) == count else [f"y_{i}" for i in range(count)])
+
     def describe(self) -> str:
         """Return how targets are read, and how many graphs or nodes train, validate and test."""
         values = self.training_targets()

@@ -450,7 +450,7 @@ def test_what_was_picked_is_told_to_users(tmp_path, monkeypatch, caplog):
     fit(Plain(), [Quantization("qat", begin=0)], tmp_path)
     told = {one.getMessage() for one in caplog.records if one.name.startswith("lightning.pytorch")}
     assert "2 layers train for int8" in told
-    assert "quantization: form 1 of 1: int8 own (0 s)" in told
+    assert "quantization: form 1 of 1: int8 own (after 0 s)" in told
     assert (
         "Quantization picked int8 own: 6.00x ±0% at batch 1 and 6.00x ±0% at batch 8 as fast as fp32 eager; "
         "1.20x ±0% at batch 1 and 1.20x ±0% at batch 8 as fast as fp32 runtime; as fast, as far as could be measured: "

@@ -72,6 +72,8 @@ def test_a_run_tells_how_graphs_are_read(make, caplog):
         target = target.format(*(data.target_mean or []), *(data.target_std or []))
         assert caplog.messages == [f"{data.path}: {target}, {len(data.val_rows)} validate, {len(data.test_rows)} test"]
         caplog.clear()
+        written = {line["id"]: line["y"] for line in kinds}
+        assert data.predict_columns.to_dict("list") == {"y": [written[name] for name in data.predict_ids]}
 
 
 def test_edges_that_stand_twice_are_told_unless_their_attributes_differ(make):
