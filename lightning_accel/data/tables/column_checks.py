@@ -26,7 +26,10 @@ MOST_TEXTS = 10_000  # rows that are looked at
 _FEWEST_DATES = 20  # different ones, each a feature
 _DAY, _MONTH, _TIME = r"(0?[1-9]|[12]\d|3[01])", r"(0?[1-9]|1[0-2])", r"([T ]+\d\d?:\d\d.*)?"
 _DAY_OR_MONTH_FIRST = rf"({_DAY}[-/.]{_MONTH}|{_MONTH}[-/.]{_DAY})[-/.]\d{{4}}"
+NO_DATES = "list it under dates, to be read as days since 1970-01-01, or under exclude"
 _DATE = rf"(\d{{4}}([-/.]){_MONTH}\2{_DAY}|{_DAY_OR_MONTH_FIRST}|\d{{4}}-{_MONTH}){_TIME}"
+_OFFSET = r" ?(Z|[-+]\d\d(:?\d\d)?)"
+ISO_DATE = rf"\d{{4}}(-\d\d?-|/\d\d?/)\d\d?([T ]\d\d?:\d\d(:\d\d(\.\d+)?)?({_OFFSET})?)?"  # as ``dates`` takes it
 _FEWEST_OUTSIDE = 5  # new values that are all outside the range of the training rows, however near
 
 
@@ -84,8 +87,13 @@ def doubts_of_dates(texts: pd.DataFrame, path: str | Path) -> Iterator[str]:
             yield (
                 f"column {shown(name)} of {path} holds {len(dates)} texts that are dates, such as "
                 f"{shown(dates.iloc[0])}, of which each becomes a feature, and dates that no training row has become "
-                "none. List it under exclude, or write numbers in the file, such as days since a date, or month and day"
+                f"none; {remedy_of_dates(dates.iloc[0])}"
             )
+
+
+def remedy_of_dates(first: str) -> str:
+    """Return what to do with a column of texts that are dates, as the ``first`` is."""
+    return NO_DATES if re.fullmatch(ISO_DATE, first) else f"write them as 2024-06-07, and {NO_DATES}"
 
 
 def are_dates(texts: pd.Series) -> bool:

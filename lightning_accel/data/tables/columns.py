@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lightning_accel.data.quoting import listed, shown
+from lightning_accel.data.shards.blocks import Blocks
 from lightning_accel.data.tables.targets import require_no_quantity, warn_of_similar_classes
-from lightning_accel.data.tables.values import LARGEST, numbers_first
+from lightning_accel.data.tables.values import LARGEST, days_of_dates, numbers_first
 from lightning_accel.ops.extras import import_on_use
 
 if TYPE_CHECKING:
@@ -18,6 +20,31 @@ if TYPE_CHECKING:
 else:
     pa = import_on_use("pyarrow")
     pc = import_on_use("pyarrow.compute")
+
+
+@dataclass(frozen=True, eq=False)
+class DatedBlocks(Blocks):
+    """Hold blocks whose columns of dates are read as numbers of days.
+
+    Args:
+        dates: these columns.
+    """
+
+    dates: Sequence[str]
+
+    def read(self, block: int, columns: Sequence[str]) -> pa.Table:
+        """Read ``columns`` of a block.
+
+        Raises:
+            ValueError: if it cannot be read, or holds something else in a column of dates.
+        """
+        table = super().read(block, columns)
+        for place, name in enumerate(columns):
+            if name in self.dates:
+                written = table[name].to_pandas(date_as_object=False).rename(name)
+                days = days_of_dates(written, self.name_of(block))
+                table = table.set_column(place, name, pa.array(days.to_numpy()))
+        return table
 
 
 def numbers_of_column(column: pa.ChunkedArray, name: str, where: Callable[[], str]) -> np.ndarray:

@@ -35,7 +35,7 @@ from lightning_accel.data.tables.leakage import doubts_of_answers, doubts_of_cop
 from lightning_accel.data.tables.sharded import ShardedTable, new_category_message
 from lightning_accel.data.tables.statistics import Target
 from lightning_accel.data.tables.targets import A_QUANTITY, TargetKind, read_classes, read_known_classes, read_quantity
-from lightning_accel.data.tables.values import as_numbers, as_text, require_present, which_hold_numbers
+from lightning_accel.data.tables.values import as_numbers, as_text, days_of_dates, require_present, which_hold_numbers
 from lightning_accel.ops.bounds import require_integers
 from lightning_accel.ops.extras import import_on_use
 from lightning_accel.ops.names import list_of_names, require_one_of
@@ -86,8 +86,9 @@ class TabularDataModule(InMemoryDataModule):
     In numeric columns, missing values become the median, columns with missing values get an additional 0/1 indicator
     feature, and all are standardized to mean 0 and variance 1. Text columns are one-hot encoded, with a missing value
     as a category of its own. The encoding is fitted on the training rows alone; a category that they lack is all zeros.
-    A column that mixes numbers and text is an error unless ``categorical`` names it. Splits of a file are stratified by
-    class, if there are classes, and the same file and ``seed`` give the same split on every machine.
+    A column that mixes numbers and text is an error unless ``categorical`` names it, and one of many dates unless
+    ``dates`` does. Splits of a file are stratified by class, if there are classes, and the same file and ``seed`` give
+    the same split on every machine.
 
     **More than fits in memory.** A folder, a pattern or a URL (``s3://bucket/table``, see
     :func:`lightning_accel.data.shard_loader`) of Parquet, Arrow or JSON lines files is read ahead of training, block by
@@ -114,6 +115,9 @@ class TabularDataModule(InMemoryDataModule):
         target_kind: whether the target is a class (``classification``), or a quantity (``regression``), for
             :class:`lightning_accel.MoERegressor`.
         categorical: columns of numbers, or of numbers and text, to read as categories.
+        dates: columns of dates, with or without a time, to read as numbers of days since 1970-01-01 in UTC. Texts are
+            those of ISO 8601, such as ``2024-06-07``, ``2024/06/07`` and ``2024-06-07T12:30+02:00``; a time without an
+            offset counts as UTC. An exported file takes these numbers.
         exclude: columns that are no features, such as a key.
         group: column of which equal values stay together among the rows that train, validate or test, such as a patient
             or a machine of which several rows tell; it is no feature. Shares are those of groups then, and not
@@ -132,10 +136,11 @@ class TabularDataModule(InMemoryDataModule):
     Raises:
         TypeError: if an option has another type.
         FileNotFoundError: if a file does not exist.
-        ValueError: if a number is out of range or the shares leave no training rows; in ``setup``, if a file is empty
-            or no table, lacks a column or its name, repeats a name, gives two features one name, holds text among
-            numbers, infinities, dates, a blank class or (without ``csv.unlabeled``) a missing one, or has too few rows
-            of a class to split, or if a quantity is missing, no number, or the same in all rows; in
+        ValueError: if a number is out of range, the shares leave no training rows, or ``dates`` and another option name
+            one column; in ``setup``, if a file is empty or no table, lacks a column or its name, repeats a name, gives
+            two features one name, holds text among numbers, infinities, dates in a column that ``dates`` does not name,
+            something else in one that it does, a blank class or (without ``csv.unlabeled``) a missing one, or has too
+            few rows of a class to split, or if a quantity is missing, no number, or the same in all rows; in
             ``load_state_dict``, if the checkpoint was trained on other rows.
 
     Example:
@@ -174,6 +179,7 @@ class TabularDataModule(InMemoryDataModule):
         *,
         target_kind: TargetKind = "classification",
         categorical: str | Sequence[str] = (),
+        dates: str | Sequence[str] = (),
         exclude: str | Sequence[str] = (),
         group: str | None = None,
         csv: CSVFormat = CSVFormat(),
@@ -207,16 +213,22 @@ class TabularDataModule(InMemoryDataModule):
             raise ValueError("csv.unlabeled is for classes; leave it out with target_kind='regression'")
         self.target = target
         self.categorical = list_of_names(categorical, "categorical")
+        self.dates = list_of_names(dates, "dates")
         self.exclude = list_of_names(exclude, "exclude")
         if target in self.exclude:
             raise ValueError(f"exclude names the target, {shown(target)}; leave it out there")
         self.group = group
+        groups = [] if group is None else [group]
         if group is not None and not isinstance(group, str):
             raise ValueError(f"group must be the name of one column; got {group!r}")
         if group == self.target:
             raise ValueError(f"group={group!r} is the target; name the column whose equal values belong together")
         if group is not None and self.csv.unlabeled:
             raise ValueError(f"group={group!r} has no effect on rows of unknown class; leave csv.unlabeled out")
+        others = {"target": [target], "categorical": self.categorical, "exclude": self.exclude, "group": groups}
+        for option, names in others.items():
+            if twice := [name for name in self.dates if name in names]:
+                raise ValueError(f"dates names {shown(twice[0])}, which {option} names, too; leave it out of one")
         self.val_share = val_share
         self.test_share = test_share
         self.seed = seed
@@ -255,7 +267,8 @@ class TabularDataModule(InMemoryDataModule):
         table = self._read(self.path, [*as_written, *self.categorical])
         require_columns(table, [self.target], self.path, [self.target])
         groups = [] if self.group is None else [self.group]
-        for option, names in (("exclude", self.exclude), ("group", groups), ("categorical", self.categorical)):
+        named = {"exclude": self.exclude, "group": groups, "categorical": self.categorical, "dates": self.dates}
+        for option, names in named.items():
             require_columns(table, names, self.path, option=option)
         labels = self._read_target(table[self.target], self.path)
         train, val, test = self._split(labels, self.path, table)
@@ -459,7 +472,7 @@ class TabularDataModule(InMemoryDataModule):
         shares = self.val_share, self.test_share
         target = Target(self.target, self._is_quantity)
         columns = self.categorical, self._no_features
-        return ShardedTable(self.path, target, *columns, shares, self.seed, self.shards, self.group)
+        return ShardedTable(self.path, target, *columns, shares, self.seed, self.shards, self.group, self.dates)
 
     def _loader(self, split: Split | Literal["predict"]) -> DataLoader[Any]:
         blocks = self._predicted if split == "predict" else self._table.splits[split]
@@ -489,7 +502,12 @@ class TabularDataModule(InMemoryDataModule):
 
     def _read(self, path: Path, text_columns: Sequence[str]) -> pd.DataFrame:
         separator = self.csv.separator.replace("\\t", "\t")  # as a shell passes it
-        return read_table(path, separator, self.csv.decimal, list_of_names(self.csv.missing), text_columns)
+        as_written = [*text_columns, *self.dates]
+        table = read_table(path, separator, self.csv.decimal, list_of_names(self.csv.missing), as_written)
+        for name in self.dates:
+            if name in table:
+                table[name] = days_of_dates(table[name], path)
+        return table
 
     def _read_features(
         self, table: pd.DataFrame, path: Path, is_number: dict[str, bool] | None = None

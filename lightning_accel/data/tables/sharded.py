@@ -21,6 +21,7 @@ from lightning_accel.data.shards.reader import ReadOptions
 from lightning_accel.data.shards.splits import Split, split_blocks
 from lightning_accel.data.tables.column_checks import doubts_of_classes, doubts_of_columns, doubts_of_dates
 from lightning_accel.data.tables.columns import (
+    DatedBlocks,
     codes_of_column,
     numbers_of_column,
     quantities_of_column,
@@ -46,6 +47,9 @@ else:
     pa = import_on_use("pyarrow")
 
 
+_AS_TRAINED = "write numbers, as the training rows have them"
+
+
 class ShardedTable:
     """Hold a table that is spread over files, its splits, and the statistics by which its rows are encoded.
 
@@ -57,6 +61,8 @@ class ShardedTable:
         shares: shares of the blocks that validate and test, see :func:`split_blocks`.
         seed: seed of the split.
         options: how the files are read.
+        group: column of equal values that must be in one split alone.
+        dates: columns of dates to read as numbers of days.
 
     Raises:
         FileNotFoundError: if there are no files.
@@ -73,14 +79,17 @@ class ShardedTable:
         seed: int,
         options: ShardOptions,
         group: str | None = None,
+        dates: Sequence[str] = (),
     ) -> None:
         self.location = location
         self.target = target
         self.exclude = exclude
-        blocks = find_blocks(location, Path(options.cache_dir))
+        self.dates = dates
+        blocks = self._find_blocks(location, options)
         blocks.require_columns([target.name], [target.name])
         blocks.require_columns(categorical, option="categorical")
         blocks.require_columns(exclude, option="exclude or group")
+        blocks.require_columns(dates, option="dates")
         features = [name for name in blocks.schema.names if name != target.name and name not in exclude]
         if not features:
             raise ValueError(
@@ -88,7 +97,7 @@ class ShardedTable:
             )
         splits = split_blocks(blocks, shares, seed, location)
         of_rows = blocks.digest(), blocks.files.versions, features, [*categorical], [*target], splits["train"].tolist()
-        made_of = (*of_rows, *([] if group is None else ["group", group]))
+        made_of = (*of_rows, *([] if group is None else ["group", group]), *(["dates", *dates] if dates else []))
 
         def collect() -> list[Any]:
             if group is not None:
@@ -113,6 +122,9 @@ class ShardedTable:
             )
         self.digest = blocks.digest()
 
+    def _find_blocks(self, location: str | Path, options: ShardOptions) -> DatedBlocks:
+        return DatedBlocks(**vars(find_blocks(location, Path(options.cache_dir))), dates=self.dates)
+
     def reading(self, with_target: bool = True) -> ReadOptions:
         """Return what is read of blocks, and how batches are made of it."""
         encoder = TableEncoder(self.encoder, self.target if with_target else None, self.class_names, self.location)
@@ -126,10 +138,10 @@ class ShardedTable:
             FileNotFoundError: if there are no files.
             ValueError: if they lack a column.
         """
-        blocks = find_blocks(location, Path(options.cache_dir))
+        blocks = self._find_blocks(location, options)
         blocks.require_columns([column["name"] for column in self.encoder.columns])
         for column in self.encoder.columns:
-            if column["categories"] is None and not holds_numbers_in(blocks, column["name"]):
+            if column["categories"] is None and not holds_numbers_in(blocks, column["name"], _AS_TRAINED):
                 raise ValueError(
                     f"column {shown(column['name'])} of {location} holds texts; the training rows have numbers there"
                 )

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from lightning_accel.data.quoting import shown
-from lightning_accel.data.shards.blocks import Blocks
 from lightning_accel.data.shards.moments import Moments
-from lightning_accel.data.tables.columns import numbers_of_column, require_classes, texts_of_column
+from lightning_accel.data.tables.column_checks import NO_DATES
+from lightning_accel.data.tables.columns import DatedBlocks, numbers_of_column, require_classes, texts_of_column
 from lightning_accel.data.tables.targets import A_QUANTITY
-from lightning_accel.data.tables.values import NO_DATES
 from lightning_accel.ops.extras import import_on_use
 
 if TYPE_CHECKING:
@@ -108,7 +107,7 @@ class TableStatistics:
 
 
 def table_statistics(
-    blocks: Blocks,
+    blocks: DatedBlocks,
     train: np.ndarray,
     features: Sequence[str],
     categorical: Sequence[str],
@@ -127,7 +126,8 @@ def table_statistics(
     """
     is_number = {name: holds_numbers_in(blocks, name) and name not in categorical for name in features}
     where = f"the target column {shown(target.name)} of {blocks.files.root}"
-    if not holds_numbers_in(blocks, target.name) and target.is_quantity:
+    as_target = "write classes as texts, or a quantity as numbers, such as days since 1970-01-01"
+    if not holds_numbers_in(blocks, target.name, as_target) and target.is_quantity:
         raise ValueError(
             f"{where} holds texts; target_kind='regression' needs numbers. Write amounts as numbers, without currency "
             "signs and marks of thousands, or leave target_kind out for classes"
@@ -170,16 +170,22 @@ def table_statistics(
     return TableStatistics(numbers, categories, found_classes, of_target, sample, np.repeat(trains, lengths))
 
 
-def holds_numbers_in(blocks: Blocks, name: str) -> bool:
-    """Return whether a column holds numbers or booleans, rather than texts.
+def holds_numbers_in(blocks: DatedBlocks, name: str, no_dates: str = NO_DATES) -> bool:
+    """Return whether a column is read as numbers or booleans, rather than texts.
+
+    ``no_dates`` ends a message about dates.
 
     Raises:
         ValueError: if it holds something else.
     """
+    if name in blocks.dates:
+        return True
     kind = blocks.schema.field(name).type
     where = f"column {shown(name)} of {blocks.files.root}"
+    if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
+        raise ValueError(f"{where} holds dates; {no_dates}")
     if pa.types.is_temporal(kind):
-        raise ValueError(f"{where} holds dates; {NO_DATES}")
+        raise ValueError(f"{where} holds times ({kind}); write them as numbers, or list it under exclude")
     if not (pa.types.is_primitive(kind) or pa.types.is_decimal(kind) or pa.types.is_null(kind) or _is_text(kind)):
         raise ValueError(f"{where} holds lists or bytes ({kind}); spread them over columns, or list it under exclude")
     return not _is_text(kind)
@@ -207,7 +213,7 @@ class _Found(NamedTuple):
 
 
 def _block_statistics(
-    blocks: Blocks,
+    blocks: DatedBlocks,
     is_number: dict[str, bool],
     beside: Sequence[str],
     target: Target,
@@ -245,7 +251,7 @@ def _evenly_spaced(length: int, share: float) -> np.ndarray:
     return np.unique(np.linspace(0, length - 1, max(1, round(share * length))).astype(np.int64))
 
 
-def _require_few(texts: set[str], name: str, blocks: Blocks, is_named: bool) -> None:
+def _require_few(texts: set[str], name: str, blocks: DatedBlocks, is_named: bool) -> None:
     if len(texts) > (most := _MOST_CATEGORIES if is_named else _MOST_TEXTS):
         remedy = "" if is_named else ", or list it under categorical to make each text a feature"
         raise ValueError(

@@ -13,9 +13,7 @@ import numpy as np
 
 from lightning_accel.data.quoting import cut, shown
 from lightning_accel.data.shards.files import is_sharded
-from lightning_accel.data.tables.column_checks import (
-    are_dates,
-)
+from lightning_accel.data.tables.column_checks import ISO_DATE, NO_DATES, are_dates, remedy_of_dates
 from lightning_accel.ops.extras import import_on_use
 
 if TYPE_CHECKING:
@@ -29,8 +27,6 @@ _FIGURE = r"(?!.*\.(\d{1,2}|\d{4,})\.)[$€£]? ?[-+]?[\d.,' ]*\d[\d.,' ]*[%$€
 _WITH_COMMA = r"[-+]?\d+(,\d+)+"
 _REMOVE_SIGNS = "Remove currency signs and marks of thousands"
 _SET_DECIMAL = "set csv.decimal, as by --data.csv.decimal ',', if the comma is the decimal mark"
-WITHOUT_DATES = "write year, month and day as columns of numbers"
-NO_DATES = f"list it under exclude, or {WITHOUT_DATES}"
 
 
 def require_present(column: pd.Series, path: Path, remedy: str) -> pd.Series:
@@ -65,11 +61,13 @@ def holds_numbers(column: pd.Series, path: str | Path, has_options: bool = True)
     """
     where = f"column {shown(column.name)} of {path}"
     leave_out = "list it under exclude" if has_options else "remove it"
-    no_dates = f"{leave_out}, or {WITHOUT_DATES}"
+    no_dates = NO_DATES if has_options else "remove it, or write year, month and day as columns of numbers"
     if pd.api.types.is_numeric_dtype(column) or pd.api.types.is_bool_dtype(column):
         return True
-    if pd.api.types.is_datetime64_any_dtype(column) or pd.api.types.is_timedelta64_dtype(column):
+    if pd.api.types.is_datetime64_any_dtype(column):
         raise ValueError(f"{where} holds dates; {no_dates}")
+    if pd.api.types.is_timedelta64_dtype(column):
+        raise ValueError(f"{where} holds durations; write them as numbers, or {leave_out}")
     present = column.dropna()
     if present.map(lambda value: isinstance(value, list | dict | np.ndarray | bytes)).any():
         raise ValueError(f"{where} holds lists or bytes; spread them over columns, or {leave_out}")
@@ -89,7 +87,8 @@ def holds_numbers(column: pd.Series, path: str | Path, has_options: bool = True)
     are_figures = is_text.any() and texts.str.fullmatch(_FIGURE).all()
     are_many = is_text.any() and len(present) > 20 and present.nunique() > len(present) / 2
     if (are_figures or are_many) and are_dates(texts):
-        raise ValueError(f"{where} holds dates, such as {shown(texts.iloc[0])}; {no_dates}")
+        remedy = remedy_of_dates(texts.iloc[0]) if has_options else no_dates
+        raise ValueError(f"{where} holds dates, such as {shown(texts.iloc[0])}; {remedy}")
     each = ", or under categorical to make each text a feature" if has_options else ""
     if are_figures:
         has_comma = has_options and _is_csv(path) and texts.str.fullmatch(_WITH_COMMA).any()
@@ -148,6 +147,33 @@ def as_numbers(column: pd.Series, path: str | Path, remedy: str | None = None) -
             f"{_first_row(wrong)}{_and_others(wrong)}. {remedy}"
         )
     return numbers
+
+
+def days_of_dates(column: pd.Series, path: str | Path) -> pd.Series:
+    """Return dates as float64 days since 1970-01-01 in UTC, with a fraction for the time, NaN where one is missing.
+
+    Raises:
+        ValueError: if a value is neither a date nor a text of one in ISO 8601, year first.
+    """
+    dates = column
+    if not pd.api.types.is_datetime64_any_dtype(column):
+        texts = column.astype("string").str.strip()
+        dates = texts.where(texts.str.fullmatch(ISO_DATE, na=False))
+    moments = pd.to_datetime(dates, errors="coerce", format="ISO8601", utc=True).dt.tz_convert(None)
+    if (wrong := moments.isna() & column.notna()).any():
+        first = str(column[wrong].iloc[0])
+        missing = "list it under csv.missing" if _is_csv(path) else "write null"
+        remedy = f"Mend the value, or {missing} if there is no date"
+        if re.fullmatch(r"\s*\d\d?[-/.]\d\d?[-/.]\d.*", first):
+            remedy = "Its day or its month may be first: write ISO dates, the year first"
+        elif pd.notna(pd.to_numeric(first, errors="coerce")):
+            remedy = "Leave a column of numbers out of dates, or write ISO dates there"
+        raise ValueError(
+            f"column {shown(column.name)} of {path} must hold dates such as 2024-06-07 or 2024-06-07T12:30; got "
+            f"{shown(first)} in {_first_row(wrong)}{_and_others(wrong)}. {remedy}"
+        )
+    days = (moments.to_numpy() - np.datetime64(0, "D")) / np.timedelta64(1, "D")
+    return pd.Series(days, index=column.index, name=column.name)
 
 
 def _is_csv(path: str | Path) -> bool:

@@ -1,3 +1,4 @@
+import datetime
 import warnings
 
 import numpy as np
@@ -297,7 +298,10 @@ def test_repeated_dates_are_told(make, table, form):
     (told,) = warnings_of_dates(make, dated)
     assert "column 'day' of" in told
     assert f"dates, such as {days[1]!r}, of which" in told
-    assert "List it under exclude, or write numbers in the file, such as days" in told
+    year_first = "" if form.startswith("%Y") else "write them as 2024-06-07, and "
+    assert told.endswith(
+        f"none; {year_first}list it under dates, to be read as days since 1970-01-01, or under exclude"
+    )
     assert warnings_of_dates(make, dated, categorical=["day"]) == []  # as it was asked for
 
 
@@ -535,8 +539,8 @@ def test_all_columns_that_are_no_features_are_told_at_once(make, table):
         make(odd, exclude=["wet"])
     message = str(raised.value)
     assert "column 'signup' of" in message
-    assert "holds dates, such as '2022-11-28'; list it under exclude" in message
-    assert "holds dates, such as '28.11.2022'" in message
+    assert "holds dates, such as '2022-11-28'; list it under dates, to be read as days" in message
+    assert "holds dates, such as '28.11.2022'; write them as 2024-06-07, and list it under dates" in message
     assert message.endswith("""To leave out all 4: --data.exclude '["wet", "key", "signup", "paid"]'""")
 
 
@@ -661,8 +665,70 @@ def test_bad_files_are_refused(make, content, options, said):
 
 
 def test_dates_are_refused(make, table):
-    with pytest.raises(ValueError, match=r"column 'wet' of .* holds dates"):
-        make(table.assign(wet=pd.Timestamp("2026-01-01")), name="trees.parquet")
+    for wet, said in (
+        (pd.Timestamp("2026-01-01"), "holds dates; list it under dates, .* or under exclude"),
+        (pd.Timedelta("1h"), "holds durations; write them as numbers"),
+    ):
+        with pytest.raises(ValueError, match=rf"column 'wet' of .* {said}"):
+            make(table.assign(wet=wet), name="trees.parquet")
+
+
+def days_since_1970(date):
+    return (date - datetime.datetime(1970, 1, 1, tzinfo=datetime.timezone.utc)) / datetime.timedelta(days=1)
+
+
+@pytest.mark.parametrize("name", ["trees.csv", "trees.parquet"])
+def test_dates_are_read_as_days(make, table, tmp_path, name):
+    offset = datetime.timezone(datetime.timedelta(hours=-3))
+    first = datetime.datetime(2023, 12, 1, 20, 30, 15, tzinfo=offset)
+    dates = [first + i * datetime.timedelta(hours=23, seconds=7) for i in range(59)]
+    days = [*map(days_since_1970, dates), np.nan]
+    forms = (
+        lambda date: str(date),
+        lambda date: date.isoformat(timespec="milliseconds"),
+        lambda date: f"{date.astimezone(datetime.timezone.utc):%Y/%m/%d %H:%M:%SZ}",
+        lambda date: f"{date.astimezone(datetime.timezone.utc):%Y-%m-%d %H:%M:%S}",  # without an offset
+    )
+    texts = [*(forms[i % 4](date) for i, date in enumerate(dates)), "-"]
+    written = table.assign(day=texts) if name.endswith("csv") else table.assign(day=pd.to_datetime([*dates, None]))
+    new = table.head(2).assign(day=["2024-02-29", "1969-12-31T12:00"])
+    new.to_csv(tmp_path / "new.csv", index=False)
+    options = {"seed": 3, "csv": CSVFormat(missing="-"), "predict_path": tmp_path / "new.csv"}
+    found = make(written, name, dates="day", **options)
+    options["predict_path"] = tmp_path / "days.csv"
+    new_days = [(datetime.date(2024, 2, 29) - datetime.date(1970, 1, 1)).days, -0.5]
+    new.assign(day=new_days).to_csv(options["predict_path"])
+    expected = make(table.assign(day=days), f"days.{name}", **options)
+    assert found.feature_names == expected.feature_names
+    assert "missingindicator_day" in found.feature_names
+    for rows in ("train_rows", "val_rows", "test_rows", "predict_rows"):
+        for one, other in zip(getattr(found, rows).tensors, getattr(expected, rows).tensors, strict=True):
+            torch.testing.assert_close(one, other)
+    column = [one["name"] for one in found.preprocessing().columns].index("day")
+    encoded = found.preprocessing().inverse(found.predict_rows.tensors[0])[:, column]
+    torch.testing.assert_close(encoded, torch.tensor(new_days).double(), atol=0.01, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("day", "said"),
+    [
+        ("3/1/2024", r"got '3/1/2024' in row 1 .* and 1 more of 60 values\. Its day or its month .* write ISO dates"),
+        ("2024-02-30", r"got '2024-02-30' in row 1 .* list it under csv\.missing if there is no date"),
+        ("20240603", r"got '20240603' in row 1 .* Leave a column of numbers out of dates"),
+    ],
+)
+def test_texts_that_are_no_dates_are_refused(make, table, day, said):
+    days = ["2024-06-07", day, day] + ["2024/06/07 12:30"] * 57
+    with pytest.raises(ValueError, match=rf"column 'day' of .*trees.csv must hold dates .*{said}"):
+        make(table.assign(day=days), dates=["day"])
+
+
+def test_dates_name_columns_of_the_file_that_no_other_option_names(make):
+    with pytest.raises(ValueError, match=r"no column 'lenght', which dates names; did you mean 'length'"):
+        make(dates=["lenght"])
+    for option, name in (("target", "kind"), ("categorical", "wet"), ("exclude", "wet"), ("group", "wet")):
+        with pytest.raises(ValueError, match=rf"dates names '{name}', which {option} names, too"):
+            make(**{"dates": name, option: name})
 
 
 def test_lists_are_refused(make, table):

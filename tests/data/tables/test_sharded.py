@@ -1,5 +1,6 @@
 """Tables in folders: encoded as scikit-learn encodes their training rows, split by blocks, read once."""
 
+import datetime
 import json
 import warnings
 
@@ -93,6 +94,36 @@ def test_lines_of_json_are_encoded_as_parquet_files(tmp_path, flowers):
     lines.setup()
     assert lines.feature_names == parquet.feature_names
     assert lines._table.splits["train"].num_rows == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_dates_are_read_as_days(tmp_path, flowers, kind):
+    days = [None if row % 7 == 0 else 19000 + row + row % 4 / 4 for row in range(400)]
+    first = datetime.datetime(1970, 1, 1)
+    dates = [None if one is None else first + datetime.timedelta(one) for one in days]
+    texts = [one and (f"{one}Z" if row % 2 else f"{one:%Y/%m/%d %H:%M}") for row, one in enumerate(dates)]
+    written = pa.array(dates, pa.timestamp("ms")) if kind == "parquet" else pa.array(texts)
+    shares = {"val_share": 0.25, "test_share": 0.25}
+    found = data_of(folder_of(tmp_path / "dates", changed(flowers, day=written), kind), dates="day", **shares)
+    expected = data_of(folder_of(tmp_path / "days", changed(flowers, day=pa.array(days)), kind), **shares)
+    new = changed(flowers.slice(0, 5), day=pa.array([datetime.date(2024, 2, 29)] * 5))
+    (tmp_path / "new").mkdir()
+    pq.write_table(new, tmp_path / "new" / "0.parquet")
+    found.predict_path = tmp_path / "new"
+    found.setup()
+    expected.setup()
+    assert found.feature_names == expected.feature_names
+    assert "missingindicator_day" in found.feature_names
+    for one, other in zip(found.test_dataloader(), expected.test_dataloader(), strict=True):
+        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(found.preprocessing().mean, expected.preprocessing().mean)
+    (new_rows,) = next(iter(found.predict_dataloader()))
+    column = [one["name"] for one in found.preprocessing().columns].index("day")
+    assert found.preprocessing().inverse(new_rows)[:, column].round(decimals=2).tolist() == [19782] * 5
+    if kind == "jsonl":
+        with pytest.raises(ValueError, match=r"column 'day' of .* holds dates, such as .*; list it under dates"):
+            data_of(tmp_path / "dates", **shares).setup()
 
 
 def test_statistics_are_collected_once(tmp_path, flowers, monkeypatch):
@@ -306,7 +337,15 @@ def changed(flowers, **columns):
             {},
             r"column 'code' of .* holds '1' and the like, numbers that are written as texts",
         ),
-        ({"day": pa.array([0] * 400, pa.timestamp("s"))}, {}, "column 'day' of .* holds dates"),
+        ({"day": pa.array([0] * 400, pa.timestamp("s"))}, {}, "column 'day' of .* holds dates; list it under dates"),
+        (
+            {"species": pa.array([0] * 400, pa.date32())},
+            {},
+            "column 'species' of .* holds dates; write classes as texts",
+        ),
+        ({"day": pa.array([0] * 400, pa.duration("s"))}, {}, r"column 'day' of .* holds times \(duration\[s\]\)"),
+        ({"day": ["2024-06-07", "1.6.2024"] * 200}, {"dates": "day"}, r"0.parquet, row group 0 must .* got '1.6.2024'"),
+        ({}, {"dates": ["dya"]}, r"no column 'dya', which dates names"),
         ({"list": [[1]] * 400}, {}, r"column 'list' of .* holds lists or bytes \(list<.*>\)"),
         (
             {"species": [None] + ["a", "b", "c"] * 133},
