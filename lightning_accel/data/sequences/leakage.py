@@ -57,15 +57,15 @@ def doubts_of_sequences(
         return
     rows = [row for row in train if read.lengths[row]]
     is_quantity, remedy = target.dtype.kind == "f", "leave it out of the file"
-    ends = {} if is_quantity else {"first": 0, "last": -1}  # the last value may well be near the next one
+    sides = {} if is_quantity else {"first": 0, "last": -1}  # the last value may well be near the next one
     of_row = [
-        np.concatenate([_shared(steps), *(steps[place] for place in ends.values())])
+        np.concatenate([_shared(steps), *(steps[place] for place in sides.values())])
         for steps in (read.steps[slice(*spans[row])].astype(np.float64) for row in rows)
     ]
-    names = [*read.names, *(f"{name} of the {which} step" for which in ends for name in read.names)]
+    names = [*read.names, *(f"{name} of the {which} step" for which in sides for name in read.names)]
     table = pd.DataFrame(np.array(of_row).reshape(len(rows), -1), columns=pd.Index(names))
     all_steps = [name for name in read.names if not table[name].isna().any()]
-    table = table.drop(columns=[f"{name} of the {which} step" for which in ends for name in all_steps])
+    table = table.drop(columns=[f"{name} of the {which} step" for which in sides for name in all_steps])
     table[_DIFFERENT] = digests[rows]
     yield from doubts_of_answers(table, target[rows], path, is_quantity, remedy, missing_tells=False)
 

@@ -155,6 +155,8 @@ class TabularDataModule(InMemoryDataModule):
         ['length', 'colour=blue', 'colour=red']
     """
 
+    train_rows: BatchTensorDataset
+    val_rows: BatchTensorDataset
     test_rows: BatchTensorDataset
     num_features: int
     feature_names: list[str]
