@@ -36,6 +36,7 @@ _GENERATED = os.path.join(os.path.realpath(tempfile.gettempdir()), "torch_geomet
 _NOT_THE_USERS = ("<", *_STDLIB, *_folders("scripts"), str(Path(lightning_accel.__file__).resolve().parent), _GENERATED)
 _PACKAGES = re.compile(r"[\\/](?:site|dist)-packages[\\/]")  # also of other environments on the path; dist is Debian's
 _TORCH = os.path.join(os.path.dirname(os.path.realpath(torch.__file__)), "")
+_OWN = os.path.join(os.path.dirname(os.path.realpath(__file__)), "")
 
 
 class Span(NamedTuple):
@@ -168,12 +169,12 @@ class CallTree:
             if begin <= node.extra_fields.sequence_number < end:
                 until = node.end_time_ns if following is None else following.start_time_ns
                 backward = backward.plus(Span(until - node.start_time_ns, _span(node).events))
-        place = f"{short_path(_file(call))}:{line} in {_function(call)}"
+        place = _place(call, line)
         return Loop(place, times, sum(1 for each in operations if not _is_operation(each.parent)), forward, backward)
 
 
 def _repeated(call: Any, children: Sequence[Any]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield first and last child, line and number of repetitions of each loop of a function, in their order."""
+    """Yield first and last child, line (0 if unknown) and number of repetitions of each loop, in their order."""
     keys = [(_line_in(call, each) or 0, _OBJECT.sub("", each.name)) for each in children]
     found = [
         (keys.index(key), len(keys) - 1 - keys[::-1].index(key), key[0], times)
@@ -188,8 +189,7 @@ def _repeated(call: Any, children: Sequence[Any]) -> Iterator[tuple[int, int, in
             named = before if before[2] else (first, last, line, times)
             first, last, line, times = before[0], max(last, before[1]), named[2], named[3]
         merged.append((first, last, line, times))
-    for first, last, line, times in merged:
-        yield first, last, line or _first_line(call), times
+    yield from merged
 
 
 def walk(event: Any) -> Iterator[Any]:
@@ -228,16 +228,15 @@ def callers(event: Any) -> Iterator[Any]:
 def place_of(event: Any) -> tuple[str, bool]:
     """Return the innermost place outside of torch that an event was called from, and whether it is the user's.
 
-    The place is ``file:line in function``; the line is that of the call, or if only operators were on the way, such as
-    indexing, the first of the function.
+    The place is ``file:line in function`` with the line of the call; it is ``file in function`` if only operators were
+    on the way, such as indexing, which have no lines.
     """
     inner = event
     for call in callers(event):
         file = _file(call)
-        is_torch = file.startswith(("<", _TORCH, *_STDLIB))  # or a decorator
+        is_torch = file.startswith(("<", _TORCH, _OWN, *_STDLIB))  # or a decorator, or ReadCalls
         if file and not is_torch:
-            line = _line_in(call, inner) or _first_line(call)
-            return f"{short_path(file)}:{line} in {_function(call)}", is_users(call)
+            return _place(call, _line_in(call, inner)), is_users(call)
         inner = call
     return "", False
 
@@ -301,8 +300,8 @@ def _function(call: Any) -> str:
     return str(call.extra_fields.callsite.function_name) if hasattr(call.extra_fields, "callsite") else ""
 
 
-def _first_line(call: Any) -> int:
-    return int(call.extra_fields.callsite.line_number)
+def _place(call: Any, line: int | None) -> str:
+    return f"{short_path(_file(call))}{f':{line}' if line else ''} in {_function(call)}"
 
 
 def _line_in(call: Any, child: Any) -> int | None:

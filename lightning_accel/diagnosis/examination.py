@@ -22,7 +22,7 @@ from lightning_accel._private.torch import BatchNormBase, DropoutBase, profile_w
 from lightning_accel.callbacks.padding import padding_shares
 from lightning_accel.diagnosis.call_tree import CallTree
 from lightning_accel.diagnosis.graph_breaks import Compilations, CompiledCalls, GraphBreaks, compilations_since
-from lightning_accel.diagnosis.host_syncs import HostSync, host_syncs
+from lightning_accel.diagnosis.host_syncs import HostSync, ReadCalls, host_syncs
 from lightning_accel.diagnosis.loader_lines import LoaderLine, trace_loading
 from lightning_accel.diagnosis.loader_times import facts_of, loading_ms, set_workers, start_ms, use_fewer_workers
 from lightning_accel.diagnosis.thread_turns import BATCHES, ThreadTurns
@@ -183,6 +183,7 @@ class _Examination(L.Callback):
         self.seen = 0
         self.began = 0.0
         self.profiler: profile | None = None
+        self.reads = ReadCalls()
         self.tree: CallTree | None = None
         self.profiled: Step | None = None  # the last batch of the tree
         self.found: Examined | None = None
@@ -230,6 +231,7 @@ class _Examination(L.Callback):
             self.padding.append(shares)
         if self.seen == self.profile_from:
             self.profiler = _profiler(pl_module.device)
+            self.reads.start()
             self.profiler.start()
         if self.profiler is not None and self.seen == self.profile_until:  # as much loading as training is in it
             self._read_profile()
@@ -270,10 +272,10 @@ class _Examination(L.Callback):
     def _read_profile(self) -> None:
         assert self.found is not None
         assert self.profiler is not None
-        self.profiler.stop()
-        self.tree = CallTree(self.profiler)
+        profiler = self.profiler
+        self._stop_profiler()
+        self.tree = CallTree(profiler)
         self.found.syncs = host_syncs(self.tree, _PROFILED)
-        self.profiler = None
         gc.collect()  # or it would be while a step is timed
         self.began = time.monotonic()  # what reading the profile took is not the run's
         if self.turns is not None:
@@ -333,9 +335,10 @@ class _Examination(L.Callback):
         self._stop_profiler()
 
     def _stop_profiler(self) -> None:
-        """End a profile that the end of the run has cut off: the process can have only one."""
+        """End a profile, also one that the end of the run has cut off: the process can have only one."""
         if self.profiler is not None:
             self.profiler.stop()
+            self.reads.stop()
             self.profiler = None
 
 

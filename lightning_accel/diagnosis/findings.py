@@ -122,9 +122,13 @@ def _unpinned(seen: Examined, rates: Rates) -> Iterator[Finding]:
 
 
 def _host_syncs(seen: Examined) -> Iterator[Finding]:
+    is_cpu = seen.device.type == "cpu"
     for sync in seen.syncs:
+        if is_cpu and sync.is_loading and not sync.is_print:  # no device to wait for, neither here nor on a GPU
+            continue
         verb = "prints a tensor" if sync.is_print else "reads a number of a tensor"
-        waits = "which on a CPU has been computed" if seen.device.type == "cpu" else "and waits until it is computed"
+        waits = "which on a CPU has been computed" if is_cpu else "and waits until it is computed"
+        waits += " if it is on the GPU" if sync.is_loading and not is_cpu else ""
         what = f"{sync.place} {verb} {sync.times:g} times a batch, {waits}"
         mend = "print every so often" if sync.is_print else "keep it a tensor (detach()), or read it every so often"
         yield Finding("host sync", what, sync.ms, mend)

@@ -191,8 +191,11 @@ def test_items_and_prints_are_found_by_their_function(capsys):
     class Reading(Sleeping):
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
-            self.last = loss.item() + float(batch.sum())
-            print("loss", loss)
+            self.last = loss.item()
+            self.total = float(batch.sum())  # float() is no call of a function
+            if loss > 0:
+                print("loss", loss)
+            self.some = batch[torch.ones((), dtype=torch.int64)]  # an operator has no line
             return loss
 
     found = findings(Reading(), rows(8))[1].syncs
@@ -200,9 +203,12 @@ def test_items_and_prints_are_found_by_their_function(capsys):
     read = {one.place: (one.is_print, one.times) for one in found}
     assert read == {
         f"{__file__}:{first + 2} in training_step": (False, 1.0),
-        f"{__file__}:{first} in training_step": (False, 1.0),  # float() is no call of a function
-        f"{__file__}:{first + 3} in training_step": (True, pytest.approx(5, abs=5)),
+        f"{__file__}:{first + 3} in training_step": (False, 1.0),
+        f"{__file__}:{first + 4} in training_step": (False, 1.0),
+        f"{__file__}:{first + 5} in training_step": (True, pytest.approx(5, abs=5)),
+        f"{__file__} in training_step": (False, 1.0),
     }
+    assert not {"__bool__", "__float__"} & vars(torch.Tensor).keys()
     assert all(one.ms > 0 for one in found)
 
 
@@ -210,15 +216,24 @@ def test_items_and_prints_are_found_by_their_function(capsys):
 def test_items_between_steps_are_counted_in_each_batch():
     class Reading(Rows):
         def __getitem__(self, index):
-            return super().__getitem__(index) * torch.ones(()).item()
+            row = super().__getitem__(index)
+            return row * float(torch.ones(()))
 
     class Hooked(Sleeping):
         def on_train_batch_end(self, *_):
             torch.ones(()).item()
 
     loader = DataLoader(Reading(8, 5), batch_size=5)
-    read = {one.place.split(" in ")[1]: one.times for one in findings(Hooked(), loader)[1].syncs}
-    assert read == {"__getitem__": 5, "on_train_batch_end": 1}
+    seen = findings(Hooked(), loader)[1]
+    lines = [Reading.__getitem__.__code__.co_firstlineno + 2, Hooked.on_train_batch_end.__code__.co_firstlineno + 1]
+    places = [f"{__file__}:{lines[0]} in __getitem__", f"{__file__}:{lines[1]} in on_train_batch_end"]
+    read = {one.place: (one.times, one.is_loading) for one in seen.syncs}
+    assert read == {places[0]: (5, True), places[1]: (1, False)}
+    for device, told in (("cpu", {places[1]}), ("cuda", set(places))):
+        found = find_slowness(replace(seen, device=torch.device(device)), describe_machine(), RATES)
+        named = {one.what.split(" reads a number")[0]: one.what for one in found if one.name == "host sync"}
+        assert set(named) == told
+        assert device == "cpu" or [named[place].endswith("if it is on the GPU") for place in places] == [True, False]
 
 
 @pytest.mark.slow
