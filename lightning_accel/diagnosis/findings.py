@@ -1,5 +1,6 @@
 """Findings: what a run is slow at, what it costs in ms a step, and what mends it."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from statistics import fmean
@@ -18,6 +19,8 @@ _SELDOM = 50  # Lightning's own log_every_n_steps
 _TINY_BATCH = 8
 _SAVED_OF_GPS = 0.5  # share of the time of PyTorch Geometric's attention, as benchmarks/bench_molecules.py measures
 _MUCH_PADDING = 0.15  # share of tokens; batches of similar lengths have some as well
+_MUCH_WORK = 0.5  # share of a step
+_THREADED_MS = 5.0  # operations of shorter passes are mostly too small to be shared among threads
 _WIDTHS = {"cuda": 8, "cpu": 32}  # in elements of 16 bits: tensor cores; AMX tiles of 64 bytes
 
 
@@ -69,6 +72,7 @@ def find_slowness(seen: Examined, machine: Machine, rates: Rates) -> list[Findin
         *_full_precision(seen, parts, rates),
         *_emulated_precision(seen, parts, rates),
         *_too_many_threads(seen, machine),
+        *_unused_cores(seen, parts, machine),
         *_too_many_workers(seen, machine),
         *_restarted_workers(seen, parts),
         *_graph_breaks(seen),
@@ -259,6 +263,22 @@ def _too_many_threads(seen: Examined, machine: Machine) -> Iterator[Finding]:
         what += f", and with {right} threads a step took {-saved:.3g} ms longer"
         mend += ", where no other process uses the cores"
     yield Finding("too many threads", what, max(saved, 0.0), mend)
+
+
+def _unused_cores(seen: Examined, parts: dict[str, float], machine: Machine) -> Iterator[Finding]:
+    work = parts["forward"] + parts["backward"]
+    workers = sum(facts["num_workers"] or 0 for facts in seen.loader_facts)
+    cores = min(int(machine.cores), machine.physical_cores)  # torch takes no threads for hyperthreads by itself
+    right = cores // seen.world_size - workers
+    if seen.device.type != "cpu" or work < max(_MUCH_WORK * sum(parts.values()), _THREADED_MS) or seen.threads >= right:
+        return
+    each = "torch uses" if seen.world_size == 1 else f"each of {seen.world_size} processes uses"
+    what, mend = f"{each} {seen.threads} of {cores} cores", f"call torch.set_num_threads({right})"
+    if os.environ.get("OMP_NUM_THREADS") == str(seen.threads):
+        what, mend = f"{what} (OMP_NUM_THREADS={seen.threads})", f"set it to {right}, or leave it out"
+    if workers:
+        what += f", beside {workers} workers"
+    yield Finding("unused cores", what, 0.0, f"{mend}; tune measures which is faster", _WORK)
 
 
 def _too_many_workers(seen: Examined, machine: Machine) -> Iterator[Finding]:

@@ -37,6 +37,7 @@ from lightning_accel.diagnosis.loader_lines import LoaderLine
 from lightning_accel.diagnosis.picture import draw_step
 from lightning_accel.diagnosis.run_tables import _findings
 from lightning_accel.measure import Rates, Segment, Step, describe_machine, part_times, step_parts
+from lightning_accel.measure.machine import usable_cores
 from lightning_accel.nn.graph_attention import padding_gps, replace_gps_
 from tests.planted import SLEPT, Rows, Sleeping, rows, sleep, use_clock
 from tests.ranks import run_ranks
@@ -500,7 +501,8 @@ def test_the_timeline_has_a_unit(tmp_path, monkeypatch):
 def seen_without_a_run(**facts):
     step = Step((Segment("forward", "", 0, 10_000_000), Segment("waiting", "", 10_000_000, 14_000_000)))
     module = nn.Sequential(nn.Linear(30, 64), nn.Linear(64, 65))
-    settings = {"world_size": 1, "precision": "32-true", "batch_size": 64, "log_every_n_steps": 50, "threads": 1}
+    settings = {"world_size": 1, "precision": "32-true", "batch_size": 64, "log_every_n_steps": 50}
+    settings["threads"] = max(int(usable_cores()), 1)
     known = {"device": torch.device("cpu"), "module": module, "steps": [step], "logged": [False]}
     return Examined(**known | settings | facts)
 
@@ -644,8 +646,39 @@ def test_threads_that_cost_nothing_are_told_with_what_fewer_take(saved, cost):
     assert one.mend.startswith("OMP_NUM_THREADS=4")
 
 
+@pytest.mark.parametrize(
+    ("facts", "what"),
+    [
+        ({}, "torch uses 1 of 4 cores (OMP_NUM_THREADS=1)"),
+        ({"threads": 3}, "torch uses 3 of 4 cores"),
+        ({"threads": 4}, None),
+        ({"world_size": 2}, "each of 2 processes uses 1 of 4 cores (OMP_NUM_THREADS=1)"),
+        ({"world_size": 4}, None),
+        ({"num_workers": 2}, "torch uses 1 of 4 cores (OMP_NUM_THREADS=1), beside 2 workers"),
+        ({"num_workers": 3}, None),
+        ({"device": torch.device("cuda")}, None),
+        ({"forward_ms": 4}, None),  # of small operations
+        ({"data_ms": 20}, None),
+    ],
+)
+def test_cores_that_no_thread_uses(monkeypatch, facts, what):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    facts = {"threads": 1, "num_workers": 0, "forward_ms": 10, "data_ms": 0} | facts
+    loader = {"class": "DataLoader", "num_workers": facts.pop("num_workers"), "pin_memory": True}
+    times = 10**6 * facts.pop("forward_ms"), 10**6 * facts.pop("data_ms")
+    step = Step((Segment("forward", "", 0, times[0]), Segment("data", "", times[0], sum(times))))
+    machine = replace(describe_machine(), cores=4.0, physical_cores=4)
+    seen = seen_without_a_run(loader_facts=[loader], steps=[step], **facts)
+    found = [one for one in find_slowness(seen, machine, RATES) if one.name == "unused cores"]
+    assert [(one.what, one.cost_ms) for one in found] == ([] if what is None else [(what, 0.0)])
+    if what == "torch uses 1 of 4 cores (OMP_NUM_THREADS=1)":
+        assert found[0].mend == "set it to 4, or leave it out; tune measures which is faster"
+        halved = find_slowness(replace(seen, threads=2), replace(machine, physical_cores=2), RATES)
+        assert "unused cores" not in [one.name for one in halved]  # of two hyperthreads each
+
+
 def test_waiting_for_ranks_is_a_finding():
-    (found,) = find_slowness(seen_without_a_run(world_size=2), replace(describe_machine(), cores=4), RATES)
+    (found,) = find_slowness(seen_without_a_run(world_size=2, threads=2), replace(describe_machine(), cores=4), RATES)
     assert (found.name, found.cost_ms) == ("uneven ranks", 4.0)
 
 
