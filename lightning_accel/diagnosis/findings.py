@@ -1,7 +1,7 @@
 """Findings: what a run is slow at, what it costs in ms a step, and what mends it."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_accel._private.torch import BatchNormBase
 from lightning_accel.diagnosis.examination import Examined
-from lightning_accel.measure import Machine, Rates, action_times, part_times
+from lightning_accel.measure import Machine, Rates, Step, action_times, part_times
 from lightning_accel.measure.rates import BY_ONEDNN
 
 _NOTABLE = 0.03  # share of a step from which a cost is worth a line
@@ -83,6 +83,17 @@ def find_slowness(seen: Examined, machine: Machine, rates: Rates) -> list[Findin
         *_narrow_widths(seen, machine),
     ]
     return sorted(found, key=lambda finding: (finding.name != "bad loss", -finding.cost_ms))
+
+
+def hint_of_tune(steps: Sequence[Step], findings: Sequence[Finding]) -> str:
+    """Return a line that names tune, "" unless both passes are the largest part of a step and no finding names them."""
+    parts = part_times(steps)
+    work = parts["forward"] + parts["backward"]
+    others = [spent for part, spent in parts.items() if part not in ("forward", "backward")]
+    if work <= max(others) or any(one.part == _WORK or one.name == "bad loss" for one in findings):
+        return ""
+    share = work / sum(parts.values())
+    return f"{_WORK} take {share:.0%} of a step, and no finding names them: tune measures what makes them faster"
 
 
 def _bad_loss(seen: Examined) -> Iterator[Finding]:

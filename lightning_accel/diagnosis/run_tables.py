@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from lightning_accel.diagnosis.examination import Examined
-from lightning_accel.diagnosis.findings import Finding
+from lightning_accel.diagnosis.findings import Finding, hint_of_tune
 from lightning_accel.measure import PART_NAMES, part_times
 from lightning_accel.measure.table import Table, in_bytes, with_unit
 
@@ -16,7 +16,7 @@ def run_tables(seen: Examined, share: float | None, findings: Sequence[Finding])
         share: its operations per second as a share of the measured peak, None if unknown.
         findings: what slows it.
     """
-    return [_time(seen), _sizes(seen, share), _findings(findings)]
+    return [_time(seen), _sizes(seen, share), _findings(findings, hint_of_tune(seen.steps, findings))]
 
 
 def _time(seen: Examined) -> Table:
@@ -48,9 +48,11 @@ def _sizes(seen: Examined, share: float | None) -> Table:
     return Table("The run", (), rows)
 
 
-def _findings(findings: Sequence[Finding]) -> Table:
+def _findings(findings: Sequence[Finding], hint: str = "") -> Table:
+    hints = [hint] if hint else []
     if not findings:
-        return Table("Findings: none", (), [("nothing that the doctor knows of slows this run",)])
+        lines = ["nothing that the doctor knows of slows this run", *hints]
+        return Table("Findings: none", (), [(line,) for line in lines])
     rows = [
         (one.name, f"{one.cost_ms:.3g}" if one.cost_ms else "", one.part, f"{one.what}. Mend: {one.mend}")
         for one in findings
@@ -58,5 +60,6 @@ def _findings(findings: Sequence[Finding]) -> Table:
     costly = [one.part for one in findings if one.cost_ms]
     if len(costly) > len(set(costly)) or ("" in costly and len(costly) > 1):
         note = "findings of one part, or without one, may count the same milliseconds: mend one, and measure again"
-        rows.append(("", "", "", note))
+        hints.insert(0, note)
+    rows += [("", "", "", line) for line in hints]
     return Table("Findings", ("what", "ms a step", "part", ""), rows)

@@ -35,7 +35,7 @@ from lightning_accel.diagnosis.findings import Finding
 from lightning_accel.diagnosis.graph_breaks import Compilations, GraphBreaks
 from lightning_accel.diagnosis.loader_lines import LoaderLine
 from lightning_accel.diagnosis.picture import draw_step
-from lightning_accel.diagnosis.run_tables import _findings
+from lightning_accel.diagnosis.run_tables import _findings, run_tables
 from lightning_accel.measure import Rates, Segment, Step, describe_machine, part_times, step_parts
 from lightning_accel.measure.machine import usable_cores
 from lightning_accel.nn.graph_attention import padding_gps, replace_gps_
@@ -159,6 +159,25 @@ def test_the_table_says_which_findings_count_the_same_time():
     assert "may count the same" not in str(rows_of("data", "logging"))
     for parts in (("data", "data"), ("data", "")):
         assert "may count the same milliseconds" in rows_of(*parts)[-1][-1]
+
+
+@pytest.mark.parametrize(
+    ("findings", "data_ms", "is_named"),
+    [
+        ([], 5, True),
+        ([], 15, False),  # the data take longer
+        ([Finding("slow loader", "seen", 5.0, "mend", "data")], 5, True),
+        ([Finding("full precision", "seen", 5.0, "mend", "forward and backward")], 5, False),
+        ([Finding("bad loss", "seen", 0.0, "mend")], 5, False),
+    ],
+)
+def test_tune_is_named_where_no_finding_names_both_passes(findings, data_ms, is_named):
+    times = {"forward": 6, "backward": 8, "data": data_ms}
+    step = Step(tuple(Segment(part, "", 0, ms * 10**6) for part, ms in times.items()))
+    table = run_tables(seen_without_a_run(steps=[step]), None, findings)[-1]
+    hint = "forward and backward take 74% of a step, and no finding names them: tune measures what makes them faster"
+    assert table.rows[-1][-1].startswith(hint) == is_named
+    assert str(table.rows).count("tune measures") == is_named
 
 
 @pytest.mark.slow
