@@ -176,7 +176,10 @@ class Pruning(L.Callback):
         return self._masks.sparsity()
 
     def report_rows(self) -> list[dict[str, Any]]:
-        """Return a row per pruned layer: ``name``, ``shape``, ``parameters``, ``nonzero``, ``sparsity``, ``note``."""
+        """Return a row for each module or weight that loses some.
+
+        It holds ``name``, ``shape``, ``parameters``, ``nonzero``, ``sparsity`` and ``note``.
+        """
         return self._masks.report_rows()
 
     def masks(self) -> dict[str, Tensor]:
@@ -412,7 +415,15 @@ def _require_strategy(strategy: Strategy) -> None:
 
 
 def _format_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Format a table of layers with their remaining weights and, of channels and other parts, how many are left."""
+    """Format a table of layers with their remaining weights and, of channels and other parts, how many are left.
+
+    Modules without a matrix, such as norms, have one line.
+    """
+    vectors = [row for row in rows if len(row.get("shape", ())) == 1]
+    if vectors:
+        sums = {key: sum(row[key] for row in vectors) for key in ("parameters", "nonzero")}
+        others = {"name": f"{len(vectors)} others", "note": "norms, or other modules without a matrix"}
+        rows = [*(row for row in rows if row not in vectors), others | sums]
     width = max([len(row["name"]) for row in rows] + [5])
     lines = [f"{'layer':<{width}}  {'weights':>12}  {'not zero':>12}  {'sparsity':>8}"]
     total = {"name": "total", "parameters": 0, "nonzero": 0, "note": ""}

@@ -2,7 +2,7 @@
 
 import gc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -25,6 +25,8 @@ from lightning_accel.compress.pruning.masks import Criterion
 from lightning_accel.compress.uncompiled import uncompiled
 from lightning_accel.ops.names import Exclusion, find_excluded, list_some
 from lightning_accel.strategies.data_parallel import DataParallelStrategy
+
+Uses = dict[str, tuple[bool, list[str]]]  # by module: whether it outputs channels, or only takes them; of which layers
 
 
 class ChannelStructure:
@@ -64,7 +66,8 @@ class ChannelStructure:
         self.removed: dict[str, list[int]] = {}  # channels held at zero, or removed, by layer name
         self.plan = ChannelPlan()
         self._sizes: dict[str, int] = {}  # original number of channels of each layer
-        self._weights: dict[str, int] = {}  # original number of parameters of the module that outputs the channels
+        self._uses: Uses = {}
+        self._weights: dict[str, int] = {}  # original number of parameters of each module in _uses
         self._left_out: dict[str, str] = {}
         self._loaded: dict[str, Any] | None = None
         self._indices: list[tuple[nn.Parameter, int, Tensor]] = []  # entries held at zero
@@ -87,7 +90,9 @@ class ChannelStructure:
         self._left_out = self.groups.left_out
         self._sizes = {layer.name: len(layer) for layer in self.groups.layers}
         self._multiples = {layer.name: math.lcm(self.round_to, layer.multiple) for layer in self.groups.layers}
-        self._weights = {name: sum(one.numel() for one in _own_parameters(pl_module, name)) for name in self._sizes}
+        self._uses = find_uses(pl_module, self.groups)
+        own = own_parameters(pl_module, self._uses)
+        self._weights = {name: sum(one.numel() for one in values.values()) for name, values in own.items()}
         if not self.groups.layers:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self._left_out.items())
             raise ValueError(f"{type(pl_module).__name__} has no channels that can be removed: {reasons}")
@@ -152,19 +157,20 @@ class ChannelStructure:
         return sum(map(len, self.removed.values())) / max(1, sum(self._sizes.values()))
 
     def report_rows(self) -> list[dict[str, Any]]:
-        """Return one row per layer; ``parameters`` is the original size, ``note`` the number of remaining channels."""
+        """Return a row per module that loses weights; ``parameters`` is the original size, ``note`` what remains."""
         rows = []
-        for name, size in self._sizes.items():
-            own = [] if self._pl_module is None else _own_parameters(self._pl_module, name)
-            gone = len(self.removed.get(name, []))
+        own = {} if self._pl_module is None else own_parameters(self._pl_module, self._uses)
+        for name, parameters in self._weights.items():
+            values = own.get(name, {}).values()
+            share, note = describe_use(self._uses[name], self._sizes, self.removed)
             rows.append(
                 {
                     "name": name,
-                    "shape": list(max(own, key=lambda value: value.ndim).shape) if own else [],
-                    "parameters": self._weights[name],
-                    "nonzero": sum(int(value.count_nonzero()) for value in own),
-                    "sparsity": gone / size,
-                    "note": f"{size - gone} of {size} channels" + (" left" if self.plan else " not zero"),
+                    "shape": list(max(values, key=lambda value: value.ndim).shape) if values else [],
+                    "parameters": parameters,
+                    "nonzero": sum(int(value.count_nonzero()) for value in values),
+                    "sparsity": share,
+                    "note": note + (" left" if self.plan else " not zero"),
                 }
             )
         return rows
@@ -174,6 +180,7 @@ class ChannelStructure:
             "removed": self.removed,
             "sizes": self._sizes,
             "weights": self._weights,
+            "uses": self._uses,
             "left_out": self._left_out,
             CHANNEL_PLAN: self.plan.state_dict() if self.plan else None,
         }
@@ -192,6 +199,7 @@ class ChannelStructure:
         self.removed = {name: list(gone) for name, gone in state["removed"].items()}
         self._sizes = dict(state["sizes"])
         self._weights = dict(state["weights"])
+        self._uses = dict(state.get("uses", {name: (True, [name]) for name in self._weights}))  # of earlier versions
         self._left_out = dict(state["left_out"])
         if state[CHANNEL_PLAN]:
             self.plan = ChannelPlan.of_state(state[CHANNEL_PLAN])
@@ -238,10 +246,42 @@ class ChannelStructure:
                             value.index_fill_(dim, index, 0)
 
 
-def _own_parameters(pl_module: L.LightningModule, layer: str) -> list[nn.Parameter]:
-    """Return the parameters of the module that outputs the channels of a layer."""
-    with uncompiled(pl_module):
-        return list(pl_module.get_submodule(layer.partition("#")[0]).parameters(recurse=False))
+def find_uses(module: nn.Module, groups: ChannelGroups) -> Uses:
+    """Return the modules that hold weights of channels, in their order."""
+    makes: dict[str, dict[str, None]] = {}
+    takes: dict[str, dict[str, None]] = {}
+    with uncompiled(module) as plain:
+        parameters = dict(plain.named_parameters(remove_duplicate=False))
+        names = [name for name, _ in plain.named_modules(remove_duplicate=False)]
+    for layer in groups.layers:
+        for parameter in (name for name, _ in layer.slices if name in parameters):
+            found = makes if parameter in layer.made_by else takes
+            found.setdefault(parameter.rpartition(".")[0], {})[layer.name] = None
+    layers = takes | makes
+    return {name: (name in makes, list(layers[name])) for name in names if name in layers}
+
+
+def own_parameters(module: nn.Module, names: Iterable[str]) -> dict[str, dict[str, nn.Parameter]]:
+    """Return the parameters of modules by their names, a parameter of several with the first one only."""
+    own: dict[str, dict[str, nn.Parameter]] = {}
+    seen: set[int] = set()
+    with uncompiled(module) as plain:
+        for name in names:
+            values = plain.get_submodule(name.partition("#")[0]).named_parameters(name, recurse=False)
+            new = {key: value for key, value in values if id(value) not in seen}
+            seen.update(map(id, new.values()))
+            own |= {name: new} if new else {}
+    return own
+
+
+def describe_use(
+    use: tuple[bool, list[str]], sizes: Mapping[str, int], removed: Mapping[str, Sequence[int]]
+) -> tuple[float, str]:
+    """Return the share of a module's channels that is removed, and how many remain."""
+    outputs, layers = use
+    size = sum(sizes[one] for one in layers)
+    gone = sum(len(removed.get(one, ())) for one in layers)
+    return gone / size, f"{size - gone} of {size} {'channels' if outputs else 'input channels'}"
 
 
 def require_strategy(trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -1,5 +1,6 @@
 """Removal of channels, blocks or experts at one step, by what calibration data show."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
@@ -12,7 +13,14 @@ from torch.optim import Optimizer
 from lightning_accel.callbacks.compression_phase import announce_removal
 from lightning_accel.callbacks.deployment.copies import WholeCopy, run_in_first_process
 from lightning_accel.callbacks.deployment.deployed import Deployed
-from lightning_accel.callbacks.pruning.channels import require_strategy, rewrap_ddp, warn_of_few_left
+from lightning_accel.callbacks.pruning.channels import (
+    describe_use,
+    find_uses,
+    own_parameters,
+    require_strategy,
+    rewrap_ddp,
+    warn_of_few_left,
+)
 from lightning_accel.callbacks.trainer_callbacks import averaged_modules
 from lightning_accel.compress.channels.blocks import plan_without_blocks
 from lightning_accel.compress.channels.choice import choose_channels, score_channels_on_data
@@ -123,12 +131,16 @@ def _plan_channels(found: Deployed, sparsity: float, exclude: Sequence[str], exa
         raise ValueError(f"{type(module).__name__} has no channels that can be removed: {reasons or 'too few of them'}")
     counts = {layer.name: (len(layer) - len(removed[layer.name]), len(layer)) for layer in groups.layers}
     _warn_of_few_left(found, counts, sparsity, "channels")
-    rows = []
-    for layer in groups.layers:
-        gone, size = len(removed[layer.name]), len(layer)
-        parameters = sum(module.get_parameter(name).numel() for name in layer.made_by)
-        rows.append(_row(layer.name, parameters, gone / size, f"{size - gone} of {size} channels left"))
-    return groups.plan(module, {name: gone for name, gone in removed.items() if gone}), rows, groups.left_out
+    plan = groups.plan(module, {name: gone for name, gone in removed.items() if gone})
+    rows, uses = [], find_uses(module, groups)
+    sizes = {layer.name: len(layer) for layer in groups.layers}
+    for name, own in own_parameters(module, uses).items():
+        left = sum(math.prod(plan.shape_after(key)) if key in plan.kept else one.numel() for key, one in own.items())
+        share, note = describe_use(uses[name], sizes, removed)
+        row = _row(name, sum(one.numel() for one in own.values()), share, f"{note} left")
+        shape = list(max(own.values(), key=lambda value: value.ndim).shape)
+        rows.append(row | {"shape": shape, "nonzero": left})
+    return plan, rows, groups.left_out
 
 
 def _plan_blocks(found: Deployed, sparsity: float, exclude: Sequence[str]) -> Planned:

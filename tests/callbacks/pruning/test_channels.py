@@ -1,5 +1,6 @@
 import copy
 import logging
+import re
 
 import lightning as L
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_accel import Classifier, ExactResume, MoEClassifier, SequenceModel
 from lightning_accel.callbacks.pruning.callback import Pruning
+from lightning_accel.callbacks.pruning.one_shot import OneShotPruning
 from lightning_accel.compress import load_pruned
 from lightning_accel.models import DeepBeliefNetwork, Experts, FineTuning, RecurrentLayers, Stage
 from tests.callbacks.resume.test_exact_resume import SaveAt
@@ -90,9 +92,51 @@ def test_channels_are_removed_and_all_that_is_left_trains_on(caplog):
     assert callback.is_final_phase
     assert callback.sparsity() == 0.5
     assert callback.left_out == {"net.10.weight": "the module's output"}
-    notes = [f"{n} of {2 * n} channels left" for n in (4, 6, 5)]
-    assert [row["note"] for row in callback.report_rows()] == notes
+    notes = [f"{n} of {2 * n} channels left" for n in (4, 4, 6, 6, 5)] + ["5 of 10 input channels left"]
+    assert {row["name"]: row["note"] for row in callback.report_rows()} == {
+        f"net.{index}": note for index, note in zip((0, 1, 3, 4, 8, 10), notes, strict=True)
+    }
     assert all(note in caplog.text for note in notes)
+
+
+class Residual(Own):
+    """Adds what two convolutions output, so that their channels go together."""
+
+    def __init__(self):
+        super().__init__()
+        block = nn.Sequential(nn.Conv2d(8, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, 8, 3, padding=1))
+        self.net = nn.Sequential(nn.Conv2d(2, 8, 3), Sum(block), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(128, 3))
+
+
+class Sum(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        return x + self.block(x)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("make", [pruning, lambda: OneShotPruning(0.5, structure="channel", begin=2, calibrate=4)])
+def test_the_table_has_all_weights_that_go(caplog, make, compiled):
+    module = Residual()
+    counts = {name: one.numel() for name, one in module.named_parameters()}
+    if compiled:
+        module.net = torch.compile(module.net, backend="eager")
+    with caplog.at_level(logging.INFO):
+        callback, _ = fit(module, prune=make())
+    left = {name.replace("._orig_mod", ""): one.numel() for name, one in module.named_parameters()}
+    rows = {row["name"]: (row["parameters"], row["nonzero"]) for row in callback.report_rows()}
+    expected = {}
+    for name in counts:
+        if name != "bare":
+            before, after = expected.get(name.rpartition(".")[0], (0, 0))
+            expected[name.rpartition(".")[0]] = before + counts[name], after + left[name]
+    assert rows == expected
+    assert list(rows) == ["net.0", "net.1.block.0", "net.1.block.2", "net.2", "net.4"]
+    total = f"{sum(counts.values()) - 3:,} +{sum(left.values()) - 3:,} "
+    assert re.search(rf"\n1 others +16 +8 .*\ntotal +{total}", caplog.text)
 
 
 class Around(L.Callback):
@@ -268,7 +312,7 @@ OURS = {
                 2, 3, target_kind="classification", layers=RecurrentLayers(hidden_dim=16, cell=cell, bidirectional=True)
             ),
             TensorDataset(SEQUENCES, torch.arange(24) % 5 + 1, IMAGES.tensors[1]),
-            {"blocks.0.rnn.layers.0"},
+            {"blocks.0.rnn.layers.0", "blocks.0.rnn.layers.1"},
         )
         for cell in ("gru", "lstm", "minlstm")
     },
@@ -283,7 +327,8 @@ def test_our_modules(name):
     module = make()
     before = sum(one.numel() for one in module.parameters())
     callback, _ = fit(module, rows=rows)
-    sparsities = {row["name"]: row["sparsity"] for row in callback.report_rows()}
+    rows_ = [row for row in callback.report_rows() if len(row["shape"]) > 1 and "input" not in row["note"]]
+    sparsities = {row["name"]: row["sparsity"] for row in rows_}
     assert expected is None or set(sparsities) == expected
     assert set(sparsities.values()) == {0.5}
     assert sum(one.numel() for one in module.parameters()) < 0.6 * before
