@@ -7,6 +7,8 @@ from lightning_accel.diagnosis.findings import Finding, hint_of_tune
 from lightning_accel.measure import PART_NAMES, part_times
 from lightning_accel.measure.table import Table, in_bytes, with_unit
 
+_FEW_STEPS = 10  # of which one that is slow moves the mean
+
 
 def run_tables(seen: Examined, share: float | None, findings: Sequence[Finding]) -> list[Table]:
     """Return the tables of a run.
@@ -27,7 +29,8 @@ def _time(seen: Examined) -> Table:
         for part, spent in parts.items()
         if spent > 0
     ]
-    rows.append(("a step", f"{step:.3g}", f"mean of {len(seen.steps)}"))
+    few = ": few, take more seconds" if len(seen.steps) < _FEW_STEPS else ""
+    rows.append(("a step", f"{step:.3g}", f"mean of {len(seen.steps)}{few}"))
     return Table("Where the time of a step goes", ("part", "ms", "share"), rows)
 
 

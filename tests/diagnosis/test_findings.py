@@ -174,7 +174,9 @@ def test_the_table_says_which_findings_count_the_same_time():
 def test_tune_is_named_where_no_finding_names_both_passes(findings, data_ms, is_named):
     times = {"forward": 6, "backward": 8, "data": data_ms}
     step = Step(tuple(Segment(part, "", 0, ms * 10**6) for part, ms in times.items()))
-    table = run_tables(seen_without_a_run(steps=[step]), None, findings)[-1]
+    time, _, table = run_tables(seen_without_a_run(steps=[step]), None, findings)
+    assert time.rows[-1][-1] == "mean of 1: few, take more seconds"
+    assert run_tables(seen_without_a_run(steps=[step] * 10), None, [])[0].rows[-1][-1] == "mean of 10"
     hint = "forward and backward take 74% of a step, and no finding names them: tune measures what makes them faster"
     assert table.rows[-1][-1].startswith(hint) == is_named
     assert str(table.rows).count("tune measures") == is_named
