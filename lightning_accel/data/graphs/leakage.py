@@ -144,9 +144,11 @@ def _doubts_of_features(splits: GraphSplits, names: Sequence[str] | None, path: 
     most = _MOST_VALUES // max(1, x.shape[1])
     table = _columns(x[:most], names)
     table[_DIFFERENT] = different[:most]
+    first = np.flatnonzero(~table[_DIFFERENT].duplicated())  # means of copies may differ by rounding
+    table, y = table.iloc[first], y[torch.from_numpy(first)]
     is_quantity = splits.kind == "regression"
     remedy = "leave it out of the file"
-    yield from doubts_of_answers(table, y[:most].numpy(), path, is_quantity, remedy, missing_tells=False)
+    yield from doubts_of_answers(table, y.numpy(), path, is_quantity, remedy, missing_tells=False)
 
 
 def _of_edges(graph: Data) -> Tensor:
