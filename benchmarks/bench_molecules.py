@@ -122,12 +122,12 @@ class GPS(nn.Module):
 
 
 class Ours(nn.Module):
-    def __init__(self, num_atoms: int, conv: str, heads: int) -> None:
+    def __init__(self, num_atoms: int, conv: str, heads: int, compress_sums: bool = False) -> None:
         super().__init__()
         self.places = STEPS if heads else 0
         layers = ConvolutionLayers(
-            conv, dim=WIDTH, num_layers=LAYERS, attention_heads=heads, compress_sums=False
-        )  # as in the results
+            conv, dim=WIDTH, num_layers=LAYERS, attention_heads=heads, compress_sums=compress_sums
+        )
         self.model = RelationalGNN(
             num_atoms + self.places, num_targets=1, num_relations=len(BONDS), level="graph", target_kind="regression",
             error="absolute", layers=layers,
@@ -142,8 +142,10 @@ class Ours(nn.Module):
 SUBJECTS: dict[str, Callable[[int], nn.Module]] = {  # of the number of kinds of atoms
     BASELINE: GPS,
     "RO3Conv and attention": lambda atoms: Ours(atoms, "RO3Conv", HEADS),
+    "RO3Conv and attention, compressed sums": lambda atoms: Ours(atoms, "RO3Conv", HEADS, compress_sums=True),
     "GINEConv and attention": lambda atoms: Ours(atoms, "GINEConv", HEADS),
     "RO3Conv": lambda atoms: Ours(atoms, "RO3Conv", 0),
+    "RO3Conv, compressed sums": lambda atoms: Ours(atoms, "RO3Conv", 0, compress_sums=True),
     "GINEConv": lambda atoms: Ours(atoms, "GINEConv", 0),
 }
 

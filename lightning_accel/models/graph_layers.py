@@ -46,7 +46,8 @@ class ConvolutionLayers:
             ``torch_geometric.transforms.AddRandomWalkPE`` adds.
         triple_readout: add triangles and 2-paths to the readout of graphs, which is the sum over nodes.
         compress_sums: whether ``RO3Conv`` takes its sums over triples by their inverse hyperbolic sine. Without it they
-            are exact, but a few nodes with many triangles may lead to extreme predictions.
+            are exact, but grow with the square of degrees and features, so that single graphs may get predictions far
+            outside all targets. Other convolutions have no such sums.
 
     Example:
         >>> from lightning_accel import RelationalGNN

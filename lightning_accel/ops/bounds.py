@@ -107,7 +107,10 @@ def local_path(value: str | os.PathLike[str], option: str = "path") -> Path:
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
-        raise ValueError(f"{option} {text} is in the home folder of a user whom this machine does not know") from error
+        raise ValueError(
+            f"{option} must be the path of a file or folder; {text} is in the home folder of a user whom this machine "
+            "does not know"
+        ) from error
 
 
 def _number(name: str, value: float) -> float:
